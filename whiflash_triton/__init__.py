@@ -1,0 +1,1 @@
+"""Lossless speculative decoding that routes every round between two drafting paradigms."""
