@@ -159,10 +159,10 @@ def check_architecture(fields: Fields, kind: str, accepted: str) -> None:
         for part, variant in VARIANTS.items():
             if part in str(name).lower():
                 raise CheckpointError(
-                    f"{fields.where}: {name} is {variant}, which is not supported; pass a {kind} drafter"
+                    f"{fields.where}: {name} is {variant}, which is not supported; pass {kind} drafter"
                 )
         if not re.search(accepted, str(name).lower()):
-            raise CheckpointError(f"{fields.where}: architecture {name} is not a {kind} drafter")
+            raise CheckpointError(f"{fields.where}: architecture {name} is not that of {kind} drafter")
 
 
 def check_full_attention(*places: Fields) -> None:

@@ -75,7 +75,7 @@ def load_dflash(
     outer, layer = _layer_fields(raw, where, "dflash", "qwen3")
     nested = Fields(raw.get("dflash_config") or {}, f"{where}/config.json: dflash_config")
     outer.seen.add("dflash_config")
-    check_architecture(outer, "DFlash", "dflash")
+    check_architecture(outer, "a DFlash", "dflash")
     check_full_attention(outer, layer)
     if (folder / "mask_embedding.pt").exists():
         raise CheckpointError(f"{where}: mask_embedding.pt: a separate mask embedding is not supported")
@@ -154,7 +154,7 @@ def load_eagle3(
     outer, layer = _layer_fields(raw, where, "eagle3", "llama")
     nested = Fields(raw.get("eagle_config") or {}, f"{where}/config.json: eagle_config")
     outer.seen.add("eagle_config")
-    check_architecture(outer, "EAGLE-3", "eagle-?3|^llamaforcausallm$")
+    check_architecture(outer, "an EAGLE-3", "eagle-?3|^llamaforcausallm$")
     check_full_attention(outer, layer)
 
     file, state = read_tensors(folder)
