@@ -1,5 +1,7 @@
 """Every checkpoint that is damaged, unsupported or made for another target raises an error that names what is wrong."""
 
+import copy
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -76,6 +78,8 @@ BOTH = [  # configs and tensors that neither kind of drafter may have
         put(rope_parameters={"rope_type": "yarn", "factor": 2.0}, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
         "rope_parameters and rope_scaling are both given and differ",
     ),
+    (put(rope_theta=None, rope_parameters={"full_attention": 3}), "full_attention is 3, expected dict"),
+    (lambda c, s: s.update({Q: torch.zeros(())}), "q_proj.weight [] instead of [64"),
     (put(model_type="gemma2"), "model_type 'gemma2' is not supported"),
     (put(architectures=["Qwen3ForCausalLM"]), "architecture Qwen3ForCausalLM is not that of a"),
     (put(speculators_model_type="medusa"), "speculators_model_type is 'medusa'"),
@@ -141,6 +145,7 @@ DFLASH = [
     (put(draft_vocab_size=VD), "draft vocabulary 16 of 64 but no d2t map"),
     (tensor("lm_head.weight", VD, H), "draft vocabulary 16 of 64 but no d2t map"),
     (tensor("layers.0.self_attn.qkv_proj.weight", 100, H), "qkv_proj.weight has 100 rows"),
+    (tensor("layers.0.self_attn.qkv_proj.weight"), "qkv_proj.weight has 0 rows"),
     (lose("layers.1.self_attn.k_norm.weight"), "missing tensors: layers.1.self_attn.k_norm.weight"),
 ]
 EAGLE3 = [
@@ -164,6 +169,10 @@ EAGLE3 = [
     (put(norm_output="yes"), "norm_output is 'yes', expected bool"),
     (tensor("layers.0.self_attn.q_norm.weight", 16), "missing tensors: layers.0.self_attn.k_norm.weight"),
     (lose("lm_head.weight"), "missing tensors: lm_head.weight"),
+    (
+        lambda c, s: (c.pop("draft_vocab_size"), s.update({"lm_head.weight": torch.zeros(())})),
+        "draft_vocab_size is 0, expected a positive integer",
+    ),
     (tensor("lm_head.weight", V, H), "lm_head.weight [64, 32] instead of [16, 32]"),
     (lose("d2t"), "draft vocabulary 16 of 64 but no d2t map"),
     (tensor("d2t", VD, dtype=torch.int64), "d2t is all zero"),
@@ -174,6 +183,7 @@ EAGLE3 = [
     (values("d2t", [1] * 16), "t2d [64] and d2t name different tokens"),
     (tensor("t2d", V - 1, dtype=torch.bool), "t2d [63] and d2t name different tokens"),
     (put(draft_vocab_size=VD - 1), "expected integers [15]"),
+    (put(draft_vocab_size=V + 1), "draft vocabulary 65 is larger than the target's 64"),
     (put(draft_vocab_size=V), "d2t is torch.int64 [16], expected integers [64]"),
     (tensor("embed_tokens.weight", V, H - 1), "embed_tokens.weight [64, 31] instead of [64, 32]"),
     (lambda c, s: (s.pop("t2d"), values("d2t", [V] * 16)(c, s)), "must name ascending target ids"),
@@ -272,3 +282,43 @@ def test_sidecar_of_another_size(tmp_path):
     make.save_file({"draft_ids": torch.arange(4, dtype=torch.int32)}, folder / "draft_vocab.safetensors")
     with pytest.raises(CheckpointError, match="draft_vocab_size is 5 but draft_ids has 4"):
         load_dflash(folder, target=make.target())
+
+
+FLAVOURS = [
+    make.zlab,
+    make.deepspec,
+    make.dflash_speculators,
+    make.eagle_original,
+    make.specforge,
+    make.eagle3_speculators,
+]
+ODD = [None, True, False, 0, -1, 2.5, float("nan"), 10**12, "x", [], [None], {}, {"a": 1}, {"full_attention": 1}]
+
+
+def _paths(config: dict, prefix: tuple = ()):
+    for key, value in config.items():
+        yield (*prefix, key)
+        if isinstance(value, dict) and key != "speculators_config":
+            yield from _paths(value, (*prefix, key))
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_any_odd_value_loads_or_is_a_named_error(tmp_path, flavour):
+    config, state = flavour()
+    folder = write(tmp_path, config, state)
+    load = load_dflash if "mask_token_id" in json.dumps(config) else load_eagle3
+    rejected = 0
+    for path in _paths(config):
+        for value in ODD:
+            changed = copy.deepcopy(config)
+            place = changed
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+            (folder / "config.json").write_text(json.dumps(changed))
+            try:
+                load(folder, target=make.target())
+            except CheckpointError as error:
+                rejected += 1
+                assert str(folder) in str(error)
+    assert rejected > 100

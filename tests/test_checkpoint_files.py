@@ -43,6 +43,9 @@ def test_missing_shard_and_false_index(tmp_path):
     index.write_text(json.dumps(false))
     with pytest.raises(CheckpointError, match="disagree about ghost.weight"):
         load_eagle3(folder, target=make.target())
+    index.write_text('{"weight_map": {"fc.weight": 3}}')
+    with pytest.raises(CheckpointError, match="index.json: has no weight_map of file names"):
+        load_eagle3(folder, target=make.target())
     index.write_text("{}")
     with pytest.raises(CheckpointError, match="index.json: has no weight_map"):
         load_eagle3(folder, target=make.target())

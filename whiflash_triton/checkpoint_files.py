@@ -86,8 +86,8 @@ def _read_binary(file: Path) -> dict[str, Tensor]:
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: has no weight_map; download it again")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{index}: has no weight_map of file names; download it again")
     state: dict[str, Tensor] = {}
     for shard in sorted(set(weight_map.values())):
         if not (index.parent / shard).is_file():
@@ -119,7 +119,7 @@ def dequantise(state: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
         scale = out.pop(f"{name}.scale", None)
         if scale is None or weight.ndim != 2 or scale.shape != weight.shape[:1] or not scale.is_floating_point():
             raise CheckpointError(
-                f"{file}: {name} is int8 and needs {name}.scale, float32 [{weight.shape[0]}]; "
+                f"{file}: {name} is int8 and needs {name}.scale, float32 {list(weight.shape[:1])}; "
                 "other quantised formats are not supported, use the bf16 file"
             )
         out[name] = weight.float() * scale.float()[:, None]

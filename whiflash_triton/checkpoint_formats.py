@@ -99,12 +99,13 @@ CLASS_DEFAULTS = {
 class Fields:
     """A config dictionary that remembers which keys were read, so that `finish` can name the rest."""
 
-    def __init__(self, raw: Any, where: str, defaults: dict | None = None):
+    def __init__(self, raw: Any, where: str):
         if not isinstance(raw, dict):
             raise CheckpointError(f"{where}: expected a JSON object, found {raw!r}")
-        self.raw, self.where, self.defaults, self.seen = raw, where, defaults or {}, set()
+        self.raw, self.where, self.seen = raw, where, set()
+        self.defaults: dict[str, Any] = {}  # what a missing key means
 
-    def take(self, key: str, kind: type | tuple, default: Any = REQUIRED) -> Any:
+    def take(self, key: str, kind: type, default: Any = REQUIRED) -> Any:
         """Value of `key` of the given type; null counts as absent; absent without a default is an error."""
         self.seen.add(key)
         value = self.raw.get(key)
@@ -116,7 +117,7 @@ class Fields:
         if kind is float and type(value) is int:
             value = float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise CheckpointError(f"{self.where}: {key} is {value!r}, expected {getattr(kind, '__name__', kind)}")
+            raise CheckpointError(f"{self.where}: {key} is {value!r}, expected {kind.__name__}")
         return value
 
     def size(self, key: str, default: Any = REQUIRED) -> int:
@@ -183,7 +184,8 @@ def read_rope(fields: Fields, override: float | None) -> dict:
     """RoPE of the drafter itself as {"rope_type", "rope_theta", ...}; top-level rope_theta and rope_scaling, or
     rope_parameters; theta 10000 when nothing is said (the original EAGLE files)."""
     nested = fields.take("rope_parameters", dict, {})
-    nested = nested.get("full_attention", nested)
+    if "full_attention" in nested:  # one entry a layer type
+        nested = Fields(nested, f"{fields.where}: rope_parameters").take("full_attention", dict)
     scaling = fields.take("rope_scaling", dict, {})
     theta = fields.take("rope_theta", float, None)
     if nested and scaling and nested != scaling:
@@ -252,12 +254,17 @@ def canonical(state: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     return out
 
 
+def count_rows(tensor: Tensor) -> int:
+    """First dimension, 0 for a scalar."""
+    return tensor.shape[0] if tensor.ndim else 0
+
+
 def split_fused_qkv(state: dict[str, Tensor], q: int, kv: int, where: str) -> None:
     """Replace every fused self_attn.qkv_proj [q + 2 kv, ...] by its three projections, in place."""
     for name in [name for name in state if ".qkv_proj." in name]:
         fused = state.pop(name)
-        if fused.shape[0] != q + 2 * kv:
-            raise CheckpointError(f"{where}: {name} has {fused.shape[0]} rows, expected {q} + 2 x {kv}")
+        if count_rows(fused) != q + 2 * kv:
+            raise CheckpointError(f"{where}: {name} has {count_rows(fused)} rows, expected {q} + 2 x {kv}")
         for part, rows in zip("qkv", fused.split([q, kv, kv]), strict=True):
             state[name.replace("qkv_proj", f"{part}_proj")] = rows
 
@@ -274,7 +281,7 @@ def head_dim(fields: Fields, state: dict[str, Tensor], heads: int, kv_heads: int
     """Head size: as config.json says (and then the q projection must agree), else from the q projection."""
     fused = "layers.0.self_attn.qkv_proj.weight"
     name, parts = (fused, heads + 2 * kv_heads) if fused in state else ("layers.0.self_attn.q_proj.weight", heads)
-    rows = len(state.get(name, ()))
+    rows = count_rows(state[name]) if name in state else 0
     if heads % kv_heads:
         raise CheckpointError(f"{where}: {heads} heads are not a multiple of {kv_heads} key-value heads")
     said = fields.size("head_dim", None)

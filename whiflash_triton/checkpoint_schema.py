@@ -155,6 +155,8 @@ def draft_ids(
     d2t: Tensor | None, t2d: Tensor | None, size: int, vocab: int, where: str
 ) -> Tensor:  # int64 [size], ascending
     """Absolute target ids of the `size` draft ids, from offsets `d2t` (id = i + d2t[i]); checked against mask `t2d`."""
+    if size > vocab:
+        raise CheckpointError(f"{where}: draft vocabulary {size} is larger than the target's {vocab}")
     ids = torch.arange(size)
     if d2t is None and size < vocab:
         raise CheckpointError(

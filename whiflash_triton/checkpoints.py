@@ -32,6 +32,7 @@ from whiflash_triton.checkpoint_formats import (
     check_architecture,
     check_full_attention,
     count_layers,
+    count_rows,
     head_dim,
     read_rope,
     resolve_taps,
@@ -185,7 +186,7 @@ def load_eagle3(
     _equal(where, "vocab_size", vocab, target.vocab_size, _FITS)
     if "lm_head.weight" not in state:
         raise CheckpointError(f"{where}: missing tensors: lm_head.weight (an EAGLE-3 head is never tied to embeddings)")
-    size = outer.size("draft_vocab_size", len(state["lm_head.weight"]))
+    size = outer.size("draft_vocab_size", count_rows(state["lm_head.weight"]))
     ids = draft_ids(state.pop("d2t", None), state.pop("t2d", None), size, vocab, where)
     usual = [2, target.num_layers // 2, target.num_layers - 3]
     config = Eagle3Config(
@@ -269,17 +270,16 @@ def _layer_fields(raw: dict, where: str, kind: str, model_type: str) -> tuple[Fi
     speculator = raw.get("speculators_model_type")
     if speculator not in (None, kind):
         raise CheckpointError(f"{outer.where}: speculators_model_type is {speculator!r}, expected {kind!r}")
-    if "transformer_layer_config" in raw:
-        outer.seen.add("transformer_layer_config")
-        nested = raw["transformer_layer_config"]
-        model_type = nested.get("model_type", model_type) if isinstance(nested, dict) else model_type
-        layer = Fields(nested, f"{outer.where}: transformer_layer_config", CLASS_DEFAULTS.get(model_type))
-    else:
-        layer = outer
+    nested = "transformer_layer_config" in raw
+    outer.seen.add("transformer_layer_config")
+    place = f"{outer.where}: transformer_layer_config"
+    layer = Fields(raw["transformer_layer_config"], place) if nested else outer
     if (given := layer.take("model_type", str, model_type)) not in CLASS_DEFAULTS:
         raise CheckpointError(
             f"{layer.where}: model_type {given!r} is not supported; use one of {list(CLASS_DEFAULTS)}"
         )
+    if nested:
+        layer.defaults = CLASS_DEFAULTS[given]
     return outer, layer
 
 
@@ -309,8 +309,8 @@ def _dflash_draft_ids(
         return ids.long()
     if d2t is None and t2d is None and "lm_head.weight" not in state and size in (None, vocab):
         return None
-    rows = len(state["lm_head.weight"]) if "lm_head.weight" in state else len(d2t) if d2t is not None else vocab
-    return draft_ids(d2t, t2d, size or rows, vocab, where)
+    sized = state.get("lm_head.weight", d2t)
+    return draft_ids(d2t, t2d, size or (vocab if sized is None else count_rows(sized)), vocab, where)
 
 
 def _router_weights(state: dict[str, Tensor], hidden: int, where: str) -> dict[str, Tensor]:
