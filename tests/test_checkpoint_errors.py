@@ -111,7 +111,7 @@ DFLASH = [
     (put(num_hidden_layers=3), "num_hidden_layers is 3 but the file holds 2"),
     (put(target_hidden_size=64), "target_hidden_size is 64 but the drafter needs 32"),
     (nested("dflash_config", target_layer_ids=[1, 9, 17, 25, 36]), "hidden_states [2, 10, 18, 26, 37], but the target"),
-    (nested("dflash_config", target_layer_ids=[-2, 9, 17, 25, 33]), "hidden_states [-1, 10"),
+    (nested("dflash_config", target_layer_ids=[-2, 9, 17, 25, 33]), "layer ids must be integers from 0"),
     (nested("dflash_config", target_layer_ids=[1, 9, 17, 25, "x"]), "layer ids must be integers"),
     (nested("dflash_config", target_layer_ids=[]), "taps target_layer_ids=[] are hidden_states []"),
     (nested("dflash_config", target_layer_ids=[1, 9, 17]), "fc.weight [32, 160] instead of [32, 96]"),

@@ -167,7 +167,9 @@ def test_eagle3_taps_copied_unshifted_are_suspected(tmp_path, caplog):
 
 
 def test_overrides(tmp_path):
-    folder = write(tmp_path, *make.specforge())
+    config, state = make.specforge()
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 17, -1]  # as named by the file: an error
+    folder = write(tmp_path, config, state)
     cfg, _ = load_eagle3(folder, target=make.target(), taps=[0, 18, 36], rope_theta=1e4)
     assert cfg.taps == (0, 18, 36) and cfg.rope["rope_theta"] == 1e4
 
@@ -273,6 +275,13 @@ def test_eagle3_vllm_map_name(tmp_path):
         ({}, {"rope_type": "default", "rope_theta": 10000.0}),
         (
             {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
             {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
         ),
         (

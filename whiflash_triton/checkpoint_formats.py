@@ -74,7 +74,7 @@ FOREIGN = {  # part of a tensor name: the variant it belongs to
     "g_proj": "Laguna", "aux_hidden_norms": "Laguna", "sink": "attention sinks", "layer_fusion": "DFlare",
     "experts": "a mixture of experts", "weight_scale": "a quantised file", "input_scale": "a quantised file",
     "weight_packed": "a quantised file", "qweight": "a quantised file", "qzeros": "a quantised file",
-    "weight_scale_inv": "a quantised file", "mask_embedding": "a separate mask embedding",
+    "mask_embedding": "a separate mask embedding",
 }  # fmt: skip
 DROPPED = ("verifier_norm.weight", "verifier_lm_head.weight")  # training-only copies of the target
 RENAMED = [
@@ -188,12 +188,11 @@ def read_rope(fields: Fields, override: float | None) -> dict:
         nested = Fields(nested, f"{fields.where}: rope_parameters").take("full_attention", dict)
     scaling = fields.take("rope_scaling", dict, {})
     theta = fields.take("rope_theta", float, None)
-    if nested and scaling and nested != scaling:
+    inner = nested.get("rope_theta", scaling.get("rope_theta"))
+    rope, other = (_rope_without_theta(given) for given in (nested or scaling, scaling or nested))
+    if rope != other:
         raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling are both given and differ; keep one")
-    rope = {**(nested or scaling)}
-    rope_type = rope.pop("rope_type", None) or rope.get("type") or "default"
-    rope.pop("type", None)
-    inner = rope.pop("rope_theta", None)
+    rope_type = rope.pop("rope_type")
     if theta is not None and inner is not None and theta != inner:
         raise CheckpointError(f"{fields.where}: rope_theta is {theta} and {inner} in one file; keep one")
     chosen = next((t for t in (override, theta, inner) if t is not None), 10000.0)
@@ -204,6 +203,11 @@ def read_rope(fields: Fields, override: float | None) -> dict:
     return {"rope_type": rope_type, "rope_theta": float(chosen), **rope}
 
 
+def _rope_without_theta(given: dict) -> dict:
+    kept = {key: value for key, value in given.items() if key not in ("type", "rope_theta")}
+    return {"rope_type": given.get("type") or "default"} | {k: v for k, v in kept.items() if v is not None}
+
+
 def resolve_taps(
     where: str, found: list[tuple[str, list | None, int]], default: list[int], target: TargetShape, override
 ) -> tuple[int, ...]:
@@ -211,10 +215,11 @@ def resolve_taps(
 
     Index 0 is the embedding output, k the residual stream after layer k - 1, num_layers the post-norm final state.
     """
-    given = {key: tuple(ids) for key, ids, _ in found if ids is not None}
-    if not all(type(i) is int for ids in given.values() for i in ids):
-        raise CheckpointError(f"{where}: layer ids must be integers, found {given}")
-    resolved = {key: tuple(i + shift for i in ids) for key, ids, shift in found if ids is not None}
+    found = [(key, ids, shift) for key, ids, shift in found if ids is not None and override is None]
+    given = {key: tuple(ids) for key, ids, _ in found}
+    if not all(type(i) is int and i >= 0 for ids in given.values() for i in ids):  # -1 is read in two ways elsewhere
+        raise CheckpointError(f"{where}: layer ids must be integers from 0, found {given}; pass taps=[...]")
+    resolved = {key: tuple(i + shift for i in ids) for key, ids, shift in found}
     if override is not None:
         taps, how = tuple(override), "given by the caller"
     elif len(set(resolved.values())) > 1:
