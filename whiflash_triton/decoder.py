@@ -1,0 +1,302 @@
+"""WhiFlashDecoder: load a target with its drafters and a router, generate and stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .arms import Arm
+from .drafters.base import Drafter
+from .loading import build_router, default_dtype, load_drafters, load_tokenizer, resolve_source
+from .routers.base import Router
+from .scheduler import Step, Stream
+from .stats import Output, Round, Stats
+from .target import Target
+from .weights import load_target
+
+_GREEDY_ONLY = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+_IGNORED_WHEN_GREEDY = ("temperature", "top_p", "top_k")
+
+
+@dataclass
+class Piece:
+    """A piece of streamed text: the tokens one round added, and the arm that drafted each."""
+
+    text: str
+    tokens: list[int]
+    arms: list[Arm]
+    round: Round | None
+
+
+class WhiFlashDecoder:
+    """One target, up to two drafters and a router. One stream at a time; `generate` and `stream` start afresh."""
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer,
+        drafters: dict[str, Drafter],
+        router: Router,
+        max_cache_len: int,
+        eos_token_ids: list[int],
+    ):
+        self.target, self.tokenizer, self.drafters, self.router = target, tokenizer, drafters, router
+        self.max_cache_len, self.eos_token_ids = max_cache_len, eos_token_ids
+        for arm in router.arms:
+            self._check_arm(arm)
+        draft_rows = 1 + max([arm.size for arm in router.arms] + [d.max_draft for d in drafters.values()])
+        self.cache = target.new_cache(max_cache_len, draft_rows)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target,
+        dflash: str | Path | None = "auto",
+        eagle3: str | Path | None = "auto",
+        router: str | Path | Router = "auto",
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        max_cache_len: int = 4096,
+        tokenizer=None,
+        router_threshold: float | None = None,
+        dflash_taps: tuple[int, ...] | None = None,
+        eagle3_taps: tuple[int, ...] | None = None,
+    ) -> WhiFlashDecoder:
+        """target: hub id, folder, .gguf file, loaded PreTrainedModel (its weights are shared, not copied), or "smollm2-135m".
+
+        dflash, eagle3: hub id or folder of a drafter, None for none; "auto" means the shipped pair for the embedded default and none
+        otherwise. router: "static:<arm>", "entropy", a router checkpoint or a Router; "auto" is "entropy" where both drafters are
+        there and static otherwise. dtype None: bfloat16 on CUDA and on CPUs that compute in it, else float32. *_taps override the
+        taps a checkpoint resolves to (hidden_states indices).
+        Errors: FileNotFoundError, ValueError (CheckpointError for drafter files), each naming what to change.
+        """
+        live = hasattr(target, "state_dict")
+        device = torch.device(device) if device else (target.device if live else _default_device())
+        dtype = _dtype(dtype, device) if not live else target.dtype
+        source, assets = resolve_source(target)
+        model, config = load_target(source, device, dtype)
+        drafters = load_drafters(
+            model,
+            {
+                "dflash": assets.get("dflash") if dflash == "auto" else dflash,
+                "eagle3": assets.get("eagle3") if eagle3 == "auto" else eagle3,
+            },
+            {"dflash": dflash_taps, "eagle3": eagle3_taps},
+            max_cache_len,
+        )
+        chosen = build_router(
+            assets.get("router", "auto") if router == "auto" else router, drafters, model, router_threshold
+        )
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source)
+        return cls(model, tokenizer, drafters, chosen, max_cache_len, _eos_ids(source, config))
+
+    def use_router(self, router: str | Path | Router, threshold: float | None = None) -> None:
+        """Change the router between generations; the same spellings as `from_pretrained`."""
+        chosen = build_router(router, self.drafters, self.target, threshold)
+        for arm in chosen.arms:
+            self._check_arm(arm)
+        self.router = chosen
+
+    def _check_arm(self, arm: Arm) -> None:
+        if arm.kind == "ar":
+            return
+        if arm.kind not in self.drafters:
+            raise ValueError(
+                f"arm {arm} needs a {arm.kind} drafter, and none is loaded: give {arm.kind}=... to from_pretrained"
+            )
+        limit = self.drafters[arm.kind].max_draft
+        if arm.size > limit:
+            raise ValueError(f"arm {arm} drafts more than this drafter can: at most {arm.kind}:{limit}")
+
+    def generate(self, prompt, **options) -> Output:
+        """prompt: str (chat-templated where the tokenizer has a template), chat messages, or input ids (list or tensor).
+
+        Options under their Hugging Face names: max_new_tokens, max_length, eos_token_id, streamer, generation_config, and
+        chat_template_kwargs. What is not supported raises ValueError naming it. Returns one Output.
+        """
+        ids, limit, stops, streamer = self._prepare(prompt, options)
+        if streamer is not None:
+            streamer.put(torch.tensor([ids]))
+        begin, prefill = time.perf_counter(), 0.0
+        tokens: list[int] = []
+        arms: list[Arm] = []
+        rounds: list[Round] = []
+        stream = self._new_stream()
+        for step in self._steps(stream, ids, limit, stops):
+            tokens += step.tokens
+            arms += step.arms
+            if step.round is None:
+                prefill = time.perf_counter() - begin
+            else:
+                rounds.append(step.round)
+            if streamer is not None:
+                streamer.put(torch.tensor(step.tokens))
+        seconds = time.perf_counter() - begin
+        if streamer is not None:
+            streamer.end()
+        stats = Stats(len(ids), len(tokens), stream.forwards, seconds, prefill)
+        finish = "stop" if tokens and tokens[-1] in stops else "length"
+        text = self._decode(tokens)
+        return Output(text, torch.tensor([ids + tokens]), stats, rounds, arms, finish)
+
+    def stream(self, prompt, **options) -> Iterator[Piece]:
+        """Yield a Piece as soon as a round is accepted; options as in `generate`. Closing it in mid-text leaves the decoder usable."""
+        ids, limit, stops, streamer = self._prepare(prompt, options)
+        if streamer is not None:
+            raise ValueError("streamer: pass it to generate(); stream() yields the pieces itself")
+        return self._pieces(ids, limit, stops)
+
+    def _pieces(self, ids: list[int], limit: int, stops: set[int]) -> Iterator[Piece]:
+        tokens: list[int] = []
+        shown = ""
+        for step in self._steps(self._new_stream(), ids, limit, stops):
+            tokens += step.tokens
+            text = self._decode(tokens)
+            if text.endswith("\ufffd"):  # the middle of a character: hold it back
+                text = shown
+            yield Piece(text[len(shown) :], step.tokens, step.arms, step.round)
+            shown = text
+        rest = self._decode(tokens)[len(shown) :]
+        if rest:
+            yield Piece(rest, [], [], None)
+
+    def _new_stream(self) -> Stream:
+        return Stream(self.target, self.drafters, self.router, self.cache)
+
+    @torch.inference_mode()
+    def _first(self, stream: Stream, ids: list[int]) -> Step:
+        return stream.start(torch.tensor([ids], device=self.target.device))
+
+    @torch.inference_mode()
+    def _next(self, stream: Stream, max_draft: int) -> Step:
+        return stream.round(max_draft)
+
+    def _steps(self, stream: Stream, ids: list[int], limit: int, stops: set[int]) -> Iterator[Step]:
+        """Rounds until a stop token or `limit` new tokens; a step is cut where the text ends."""
+        step, count = self._first(stream, ids), 0
+        while True:
+            cut = next((i + 1 for i, t in enumerate(step.tokens) if t in stops), None)
+            keep = min(limit - count, cut if cut is not None else len(step.tokens))
+            step.tokens, step.arms = step.tokens[:keep], step.arms[:keep]
+            count += keep
+            if step.round is not None:
+                step.round.committed = keep
+            yield step
+            if cut is not None or count >= limit:
+                return
+            step = self._next(stream, min(limit - count - 1, self.max_cache_len - stream.cache.length - 1))
+
+    def _prepare(self, prompt, options: dict) -> tuple[list[int], int, set[int], object]:
+        options = dict(options)
+        ids = self._encode(prompt, options.pop("chat_template_kwargs", None))
+        config, given = options.pop("generation_config", None), set(options)
+        if config is not None:
+            options = {
+                k: v for k, v in config.to_diff_dict().items() if v is not None and not k.startswith("_")
+            } | options
+            for name in ("transformers_version", "bos_token_id", "pad_token_id"):
+                options.pop(name, None)
+        streamer = options.pop("streamer", None)
+        eos = options.pop("eos_token_id", None)
+        new, total = options.pop("max_new_tokens", None), options.pop("max_length", None)
+        for name, value in _GREEDY_ONLY.items():
+            if options.pop(name, value) not in (value, None):
+                raise ValueError(f"{name}: only {value} is supported")
+        for name in _IGNORED_WHEN_GREEDY:  # transformers ignores a config's sampling fields when do_sample is False
+            if name in options and name not in given:
+                options.pop(name)
+        if options:
+            raise ValueError(
+                f"not supported: {', '.join(sorted(options))}; decoding is greedy and takes max_new_tokens, max_length, eos_token_id, streamer"
+            )
+        stops = set(self.eos_token_ids if eos is None else [eos] if isinstance(eos, int) else list(eos))
+        limit = self._limit(len(ids), new, total)
+        return ids, limit, stops, streamer
+
+    def _limit(self, prompt: int, new: int | None, total: int | None) -> int:
+        room = self.max_cache_len - prompt + 1  # the newest token needs no row
+        if prompt > self.max_cache_len:
+            raise ValueError(
+                f"a prompt of {prompt} tokens does not fit max_cache_len {self.max_cache_len}: shorten it or raise max_cache_len"
+            )
+        if new is None:
+            new = 256 if total is None else total - prompt
+        if new < 1:
+            raise ValueError(
+                f"nothing to generate: max_new_tokens {new} (prompt of {prompt} tokens, max_length {total})"
+            )
+        if new > room:
+            raise ValueError(
+                f"{new} new tokens after a prompt of {prompt} exceed max_cache_len {self.max_cache_len}: raise max_cache_len or lower max_new_tokens"
+            )
+        return new
+
+    def _encode(self, prompt, template_kwargs: dict | None) -> list[int]:
+        if isinstance(prompt, torch.Tensor):
+            if prompt.dim() == 2 and prompt.shape[0] != 1:
+                raise ValueError(f"batch of {prompt.shape[0]}: one stream at a time, batch size 1")
+            ids = prompt.flatten().tolist()
+        elif isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+            ids = self._chat(list(prompt), template_kwargs)
+        elif isinstance(prompt, (list, tuple)):
+            if prompt and not isinstance(prompt[0], int):
+                raise ValueError("input ids must be one flat list of integers: one stream at a time, batch size 1")
+            ids = list(prompt)
+        elif isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty: give some text")
+            if self.tokenizer is None:
+                raise ValueError("this decoder has no tokenizer: give input ids, or pass tokenizer= to from_pretrained")
+            if getattr(self.tokenizer, "chat_template", None):
+                ids = self._chat([{"role": "user", "content": prompt}], template_kwargs)
+            else:
+                ids = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            raise TypeError(f"prompt must be text, chat messages or input ids, not {type(prompt).__name__}")
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        vocab = self.target.config.vocab_size
+        if not 0 <= min(ids) <= max(ids) < vocab:
+            raise ValueError(f"input ids must lie in 0..{vocab - 1}, found {min(ids)}..{max(ids)}")
+        return ids
+
+    def _chat(self, messages: list[dict], template_kwargs: dict | None) -> list[int]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat template: give text or input ids instead of messages")
+        encoded = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **(template_kwargs or {})
+        )
+        return list(encoded)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return default_dtype(device)
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype {dtype!r} is not supported: float32, bfloat16, float16 or float64")
+    return found
+
+
+def _eos_ids(source, config) -> list[int]:
+    """End tokens as transformers would take them: generation_config first, then the model's config."""
+    from transformers import GenerationConfig
+
+    eos = None
+    if hasattr(source, "generation_config"):
+        eos = source.generation_config.eos_token_id
+    elif Path(source).is_dir() and (Path(source) / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(source).eos_token_id
+    eos = config.eos_token_id if eos is None else eos
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -1,0 +1,70 @@
+"""What both drafters share: features that wait for ingestion, and the decoder layer's two halves.
+
+Lazy Catch-up (WhiFlash, arXiv 2606.07710): `ingest` only keeps the rows. They are computed in one batched pass when the drafter
+is chosen, or when more than `pending_limit` rows wait. KV-only Prefill: that pass makes K and V and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ..cache import KVCache
+from ..linear import Linear
+from ..tree import DraftTree
+
+PENDING_LIMIT = 1024
+
+
+class Drafter(Protocol):
+    """One drafting paradigm over one stream."""
+
+    taps: tuple[int, ...]
+    cache: KVCache
+    max_draft: int
+
+    @property
+    def pending(self) -> int: ...
+    def reset(self) -> None: ...
+    def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None: ...
+    def draft(self, anchor: torch.Tensor, size: int) -> DraftTree: ...
+
+
+class Pending:
+    """Committed rows whose features a drafter has not ingested: features [taps, B, T, H], tokens int64 [B, T], in order."""
+
+    def __init__(self) -> None:
+        self.features: list[torch.Tensor] = []
+        self.tokens: list[torch.Tensor] = []
+        self.rows = 0
+
+    def add(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
+        if features.shape[2] != tokens.shape[1]:
+            raise ValueError(f"{features.shape[2]} feature rows for {tokens.shape[1]} tokens")
+        self.features.append(features)
+        self.tokens.append(tokens)
+        self.rows += tokens.shape[1]
+
+    def take(self, keep: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """All but the newest `keep` rows, oldest first: features [B, T, taps * H] (taps concatenated), tokens [B, T]."""
+        features, tokens = torch.cat(self.features, 2), torch.cat(self.tokens, 1)
+        count = self.rows - keep
+        self.features = [features[:, :, count:]] if keep else []
+        self.tokens = [tokens[:, count:]] if keep else []
+        self.rows = keep
+        taps, b, _, h = features.shape
+        return features[:, :, :count].permute(1, 2, 0, 3).reshape(b, count, taps * h), tokens[:, :count]
+
+    def clear(self) -> None:
+        self.features, self.tokens, self.rows = [], [], 0
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def swiglu(x: torch.Tensor, gate_up: Linear, down: Linear) -> torch.Tensor:
+    gate, up = gate_up(x).chunk(2, -1)
+    return down(F.silu(gate) * up)

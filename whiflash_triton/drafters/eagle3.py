@@ -1,0 +1,166 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer that feeds on the target's features and then on its own states.
+
+Slot i pairs the feature of token i with the embedding of token i + 1, at RoPE position i, and predicts token i + 2. K and V of a
+slot depend on nothing else, so catch-up is exact without attention; only the newest slot also runs query, MLP and head.
+Draft rows, built from the drafter's own states, are dropped every round and rebuilt from target features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..cache import KVCache
+from ..checkpoints import Eagle3Config
+from ..linear import Linear, fused
+from ..rope import apply_rope, full_tables, rope_tables
+from ..target import Target
+from ..tree import DraftTree, chain
+from .base import PENDING_LIMIT, Pending, rms_norm, swiglu
+from .dflash import _cast
+
+MAX_DRAFT = 16
+
+
+class Eagle3Drafter:
+    """config and canonical tensors (see checkpoints.py) over a target whose embedding it borrows unless it has its own."""
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        tensors: dict[str, torch.Tensor],
+        target: Target,
+        rows: int,
+        pending_limit: int = PENDING_LIMIT,
+        scratch: bool | None = None,
+        max_draft: int = MAX_DRAFT,
+    ):
+        c, w = config, {k: _cast(v, target) for k, v in tensors.items()}
+        self.config, self.taps, self.max_draft = c, c.taps, max_draft
+        self.pending_limit = pending_limit
+        self.embed = w.get("embed_tokens.weight", target.embed)
+        a, m = "layers.0.self_attn.", "layers.0.mlp."
+        self.fc, self.norm = Linear([w["fc.weight"]]), w["norm.weight"]
+        self.input_norm, self.fc_norms = (
+            w.get("input_norm.weight"),
+            [w.get(f"fc_norm.{i}.weight") for i in range(len(c.taps))],
+        )
+        self.embed_norm, self.hidden_norm = w["layers.0.input_layernorm.weight"], w["layers.0.hidden_norm.weight"]
+        self.post_norm = w["layers.0.post_attention_layernorm.weight"]
+        self.q_norm, self.k_norm = w.get(a + "q_norm.weight"), w.get(a + "k_norm.weight")
+        self.q = Linear([w[a + "q_proj.weight"]], [w.get(a + "q_proj.bias")])
+        self.kv = fused([w[a + f"{x}_proj.weight"] for x in "kv"], [w.get(a + f"{x}_proj.bias") for x in "kv"])
+        self.o = Linear([w[a + "o_proj.weight"]], [w.get(a + "o_proj.bias")])
+        self.gate_up = fused([w[m + "gate_proj.weight"], w[m + "up_proj.weight"]])
+        self.down, self.head = Linear([w[m + "down_proj.weight"]]), Linear([w["lm_head.weight"]])
+        self.draft_ids = w["draft_ids"]
+        self.cache = KVCache(1, c.num_kv_heads, c.head_dim, rows, max_draft, target.dtype, target.device, scratch)
+        half = rope_tables(c.rope, c.head_dim, rows + max_draft, c.max_position_embeddings, target.device)
+        self.tables = full_tables(*half, target.dtype)
+        self.queue = Pending()
+        self.newest: tuple[torch.Tensor, torch.Tensor] | None = None  # features and token of the cache's last row
+        self.tokens: list[int] = []  # the token embedded in every row of the cache
+
+    @property
+    def pending(self) -> int:
+        return self.queue.rows
+
+    def reset(self) -> None:
+        self.cache.set_length(0)
+        self.queue.clear()
+        self.newest = None
+        self.tokens.clear()
+
+    def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
+        """features [taps, B, T, H] in this drafter's tap order, tokens int64 [B, T]: the rows after the last ingested one.
+
+        The newest row waits in any case: its slot embeds the token that follows it.
+        """
+        self.queue.add(features, tokens)
+        if self.queue.rows > self.pending_limit:
+            following = torch.cat(self.queue.tokens, 1)[:, 1:]
+            features, _ = self.queue.take(keep=1)
+            self._append(self._fuse(features), following)
+
+    def _fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """[B, T, taps * Ht] -> [B, T, H]."""
+        eps = self.config.rms_norm_eps
+        if self.input_norm is not None:
+            features = rms_norm(features, self.input_norm, eps)
+        elif self.fc_norms[0] is not None:
+            parts = features.chunk(len(self.fc_norms), -1)
+            features = torch.cat([rms_norm(p, w, eps) for p, w in zip(parts, self.fc_norms, strict=True)], -1)
+        return self.fc(features)
+
+    def _inputs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The attention input [B, T, 2H]: normed embedding first, then normed state."""
+        eps = self.config.rms_norm_eps
+        embedded = rms_norm(F.embedding(tokens, self.embed), self.embed_norm, eps)
+        return torch.cat((embedded, rms_norm(hidden, self.hidden_norm, eps)), -1)
+
+    def _keys_values(self, x: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, T, 2H] at positions first.. -> K after norm and RoPE, V, both [B, T, Hkv, D]."""
+        c, t = self.config, x.shape[1]
+        k, v = self.kv(x).view(1, t, 2, c.num_kv_heads, c.head_dim).unbind(2)
+        if self.k_norm is not None:
+            k = rms_norm(k, self.k_norm, c.rms_norm_eps)
+        cos, sin = (table[first : first + t] for table in self.tables)
+        return apply_rope(k, cos, sin), v
+
+    def _append(self, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Commit rows built from target features: K and V only."""
+        start, count = self.cache.length, hidden.shape[1]
+        if not count:
+            return
+        self.cache.set_length(start + count)  # raises before anything is written past the end
+        k, v = self._keys_values(self._inputs(hidden, tokens), start)
+        self.cache.kv[0, 0, :, :, start : start + count] = k.transpose(1, 2)
+        self.cache.kv[0, 1, :, :, start : start + count] = v.transpose(1, 2)
+        self.tokens.extend(tokens[0].tolist())
+
+    def _catch_up(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Commit every pending row but the newest; returns the newest row's state [B, 1, H] and its token."""
+        if self.queue.rows:
+            following = torch.cat((*self.queue.tokens, anchor), 1)[:, 1:]
+            features, _ = self.queue.take()
+            hidden = self._fuse(features)
+            self._append(hidden, following)
+            self.newest = hidden[:, -1:], following[:, -1:]
+        if self.newest is None:
+            raise RuntimeError("EAGLE-3 drafts from at least one ingested row: ingest the prompt first")
+        return self.newest
+
+    def _step(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, position: int, tree: DraftTree, q0: int
+    ) -> torch.Tensor:
+        """One draft row [B, 1, H] -> its output state before the final norm; the row's K and V go to the draft rows."""
+        c = self.config
+        x = self._inputs(hidden, tokens)
+        k, v = self._keys_values(x, position)
+        q = self.q(x).view(1, 1, c.num_heads, c.head_dim)
+        if self.q_norm is not None:
+            q = rms_norm(q, self.q_norm, c.rms_norm_eps)
+        q = apply_rope(q, *(table[position : position + 1] for table in self.tables))
+        out = self.cache.attend(0, q, k, v, self.cache.block(tree, 1, q0), c.head_dim**-0.5)
+        residual = rms_norm(hidden, self.hidden_norm, c.rms_norm_eps) if c.norm_before_residual else hidden
+        hidden = residual + self.o(out.reshape(1, 1, c.num_heads * c.head_dim))
+        return hidden + swiglu(rms_norm(hidden, self.post_norm, c.rms_norm_eps), self.gate_up, self.down)
+
+    def draft(self, anchor: torch.Tensor, size: int) -> DraftTree:
+        """anchor int64 [B, 1]; `size` tokens, one forward each. A chain of size + 1 nodes."""
+        if not 1 <= size <= self.max_draft:
+            raise ValueError(f"eagle3:{size} is out of range: this drafter was made for 1 to {self.max_draft} drafts")
+        hidden, token = self._catch_up(anchor)
+        start = self.cache.length
+        # The newest committed row runs again as draft row 0, now with its query; the cache keeps the committed copy.
+        self.cache.set_length(start - 1)
+        tree, drafted = chain(anchor.new_zeros(1, size)), [anchor]
+        for step in range(size):
+            hidden = self._step(hidden, token, start - 1 + step, tree, step)
+            normed = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+            token = self.draft_ids[self.head(normed).argmax(-1)]
+            drafted.append(token)
+            if self.config.norm_output:
+                hidden = normed
+        self.cache.set_length(start)
+        return chain(torch.cat(drafted, 1))

@@ -1,0 +1,115 @@
+"""From names to parts: source folders, tokenizer, drafters, router, dtype."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from .arms import Arm, parse_arm
+from .checkpoints import TargetShape, load_dflash, load_eagle3, load_router
+from .default_model import NAME, ensure_default_model
+from .drafters.base import Drafter
+from .drafters.dflash import DFlashDrafter
+from .drafters.eagle3 import Eagle3Drafter
+from .routers.base import Router
+from .routers.entropy import EntropyRouter
+from .routers.neural import NeuralRouter
+from .routers.static import StaticRouter
+from .target import Target
+from .weights import resolve_folder
+
+log = logging.getLogger(__name__)
+ASSETS = Path(__file__).parent / "assets"
+CPU_LENGTHS = {"dflash": 3, "eagle3": 2}  # verification of more rows costs more there than the later slots bring
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device computes in it, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
+
+
+def resolve_source(target) -> tuple[object, dict[str, Path]]:
+    """(what load_target takes, the assets that belong to it). The embedded default is fetched and converted on first use."""
+    if target == NAME:
+        folder = ASSETS / NAME
+        return ensure_default_model(), {p.name: p for p in folder.iterdir()} if folder.is_dir() else {}
+    if isinstance(target, (str, Path)) and not str(target).endswith(".gguf"):
+        return resolve_folder(str(target)), {}
+    return target, {}
+
+
+def load_tokenizer(source):
+    """The tokenizer beside the target, or None for a live model that does not say where it came from."""
+    from transformers import AutoTokenizer
+
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        if path.suffix == ".gguf":
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        has_tokenizer = any(
+            (path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+        )
+        return AutoTokenizer.from_pretrained(path) if has_tokenizer else None
+    name = getattr(source.config, "_name_or_path", "")
+    return AutoTokenizer.from_pretrained(name) if name else None
+
+
+def load_drafters(
+    target: Target, paths: dict[str, object], taps: dict[str, tuple[int, ...] | None], rows: int
+) -> dict[str, Drafter]:
+    c = target.config
+    shape = TargetShape(c.num_layers, c.hidden_size, c.vocab_size)
+    drafters: dict[str, Drafter] = {}
+    for kind, load, build in (("dflash", load_dflash, DFlashDrafter), ("eagle3", load_eagle3, Eagle3Drafter)):
+        if paths.get(kind) is not None:
+            config, tensors = load(paths[kind], target=shape, taps=taps.get(kind))
+            drafters[kind] = build(config, tensors, target, rows)
+    return drafters
+
+
+def default_lengths(drafters: dict[str, Drafter], device: torch.device) -> dict[str, int]:
+    """Draft length of an arm that names none: short on CPU, the checkpoint's own elsewhere."""
+    if device.type == "cpu":
+        return {kind: min(CPU_LENGTHS[kind], d.max_draft) for kind, d in drafters.items()}
+    return {kind: d.max_draft if kind == "dflash" else min(7, d.max_draft) for kind, d in drafters.items()}
+
+
+def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: float | None = None) -> Router:
+    """spec: a Router, "static:<arm>", "entropy", a router checkpoint (hub id, folder, .safetensors), or "auto"."""
+    if not isinstance(spec, (str, Path)):
+        if not hasattr(spec, "choose") or not hasattr(spec, "arms"):
+            raise TypeError(f"a router needs `arms` and `choose(state)`; got {type(spec).__name__}")
+        return spec
+    lengths = default_lengths(drafters, target.device)
+    text = str(spec)
+    if text == "auto":
+        kinds = list(drafters)
+        text = "entropy" if len(kinds) == 2 else f"static:{kinds[0]}" if kinds else "static:ar"
+    if text.startswith("static:"):
+        kind = text.removeprefix("static:").partition(":")[0]
+        if kind in ("dflash", "eagle3") and kind not in drafters:
+            raise ValueError(
+                f"router {text!r} needs a {kind} drafter, and none is loaded: give {kind}=... to from_pretrained"
+            )
+        return StaticRouter(parse_arm(text.removeprefix("static:"), lengths))
+    pair = _pair(text, drafters, lengths)
+    if text == "entropy":
+        return EntropyRouter(*pair) if threshold is None else EntropyRouter(*pair, threshold=threshold)
+    if not Path(text).exists() and "/" not in text:
+        raise ValueError(
+            f"unknown router {text!r}: static:<arm>, entropy, or a router checkpoint (hub id, folder or .safetensors)"
+        )
+    config, tensors = load_router(spec, hidden_size=target.config.hidden_size)
+    return NeuralRouter(config, tensors, *pair, device=target.device, threshold=threshold)
+
+
+def _pair(router: str, drafters: dict[str, Drafter], lengths: dict[str, int]) -> tuple[Arm, Arm]:
+    missing = [kind for kind in ("dflash", "eagle3") if kind not in drafters]
+    if missing:
+        raise ValueError(f"router {router!r} chooses between two drafters; missing: {', '.join(missing)}")
+    return Arm("dflash", lengths["dflash"]), Arm("eagle3", lengths["eagle3"])
