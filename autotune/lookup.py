@@ -1,8 +1,8 @@
 """Launch options of a kernel, read from configs/<device>/<kernel>.json; nothing here ever times a kernel.
 
-A file holds ``entries``: a key such as ``"D=64,dtype=fp16"`` (names sorted, a name left out stands for any value) to the
-constexprs, ``num_warps`` and ``num_stages`` to launch with. ``discrete`` lists the numeric names that must be equal (text
-always must); ``arch``, in the file of one device, is its compute capability. ``configs/default`` serves all others.
+A file holds ``entries``: a key such as ``"D=64,dtype=fp16"`` (names sorted, a name left out stands for any value) to
+the constexprs, ``num_warps`` and ``num_stages`` to launch with. ``discrete`` lists the numeric names that must be equal
+(text always must); ``arch``, in one device's file, is its compute capability. ``configs/default`` serves all others.
 """
 
 from __future__ import annotations
