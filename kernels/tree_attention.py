@@ -25,9 +25,7 @@ MAX_SPLITS = 31  # with the tree's one a power of two, the merge kernel's tile
 def _load_rows(ptr, rows, stride, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows [R, BLOCK_D] of a matrix with unit column stride; masked rows and padding columns are zero."""
     cols = tl.arange(0, BLOCK_D)
-    return tl.load(
-        ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask[:, None] & (cols < D)[None, :], other=0.0
-    )
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask[:, None] & (cols < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -172,9 +170,9 @@ def tree_attention(
 
     q [B,T,Hq,D]; k_cache, v_cache [B,Hkv,S,D], D up to 256; k_tree, v_tree [B,Hkv,N,D] with N >= q0 + T: fp16, bf16 or
     fp32 alike, last stride 1, other strides free. cache_len int32 [B], read on the device, at most S. words int64
-    [T, ceil(N/64)]: tree key j is visible to node q0+t iff bit j % 64 of words[t, j // 64] is set; a zero row sees the
-    prefix only. With ``window`` > 0 a key is also hidden unless 0 <= query position - key position < window, where
-    cache row r has position r and tree row j has cache_len + depths[j] (int32 [N], not negative).
+    [T, ceil(N/64) or more]: tree key j is visible to node q0+t iff bit j % 64 of words[t, j // 64] is set; a zero row
+    sees the prefix only. With ``window`` > 0 a key is also hidden unless 0 <= query position - key position < window, where
+    cache row r has position r and tree row j has cache_len + depths[j] (int32 [N or more], not negative).
     Returns [B,T,Hq,D] contiguous in q's dtype. A query that sees nothing gives zeros; one that sees a NaN key, or a
     value row with a NaN or an infinity, gives NaN, and no other does. Wrong shapes raise ``AssertionError``.
     """
@@ -224,7 +222,7 @@ def tree_attention_torch(
     bits = torch.arange(N, device=q.device)
     tree_visible = (words[:, bits // 64] >> (bits % 64) & 1).bool()  # [T, N]
     if window:
-        behind = depths[q0 : q0 + T, None] - depths[None, :]
+        behind = depths[q0 : q0 + T, None] - depths[None, :N]
         tree_visible &= (behind >= 0) & (behind < window)
     out = torch.empty(B, T, Hq, D, dtype=q.dtype, device=q.device)
     for b, length in enumerate(cache_len.tolist()):
@@ -270,6 +268,9 @@ def _check(q, k_cache, v_cache, cache_len, k_tree, v_tree, words, depths, window
     assert Hq % Hkv == 0 and D <= 256, (Hq, Hkv, D)
     assert all(x.dtype == q.dtype and x.stride(-1) == 1 for x in (q, k_cache, v_cache, k_tree, v_tree))
     assert cache_len.shape == (B,) and cache_len.dtype == torch.int32, cache_len
-    assert words.shape == (T, -(-N // 64)) and words.dtype == torch.int64 and words.stride(-1) == 1, words.shape
+    assert words.shape[0] == T and words.shape[1] * 64 >= N and words.dtype == torch.int64, (words.shape, words.dtype)
+    assert words.stride(-1) == 1, "rows of words must be contiguous"
     assert window >= 0 and (not window or depths is not None), "a window needs the depths of the tree rows"
-    assert depths is None or (depths.shape == (N,) and depths.dtype == torch.int32 and depths.stride(0) == 1), depths
+    if depths is not None:
+        assert depths.ndim == 1 and len(depths) >= N and depths.dtype == torch.int32, (depths.shape, depths.dtype)
+        assert depths.stride(0) == 1, "depths must be contiguous"

@@ -220,9 +220,10 @@ def _no_copy_of_keys(cat):
     "change",
     [
         dict(window=4, depths=None),
-        dict(words=torch.zeros(4, 2, dtype=torch.int64)),
+        dict(words=torch.zeros(3, 1, dtype=torch.int64)),
         dict(cache_len=torch.zeros(1, dtype=torch.int64)),
         dict(q0=1),
+        dict(depths=torch.zeros(3, dtype=torch.int32)),
         dict(k_tree=torch.zeros(1, 1, 64, 4).mT),
         dict(q=torch.zeros(1, 4, 3, 64), heads=2),
         dict(v_cache=torch.zeros(1, 1, S, 64, dtype=torch.float16)),
