@@ -126,9 +126,9 @@ def kv_injection_torch(
     """PyTorch reference of `kv_injection`."""
     _check(projected, k_norm, cos, sin, cache_kv, start)
     k, v = projected.permute(3, 0, 2, 4, 1, 5)  # each [B, L, Hkv, C, D]
-    k = k.float()
+    k = k.to(torch.promote_types(k.dtype, torch.float32))  # float64 stays, for tests of exactness
     if k_norm is not None:
-        k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * k_norm.float()[:, None, None]
+        k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * k_norm.to(k.dtype)[:, None, None]
     low, high = k.chunk(2, -1)
     k = k * cos + torch.cat((-high, low), -1) * sin
     for b, at in enumerate(start.tolist()):

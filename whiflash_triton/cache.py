@@ -50,9 +50,7 @@ class KVCache:
         self.uses_scratch = device.type == "cuda" if scratch is None else scratch
         tail_rows = 0 if self.uses_scratch else draft_rows
         self.kv = torch.zeros(*shape, rows + tail_rows, head_dim, dtype=dtype, device=device)
-        self.scratch = (
-            torch.zeros(*shape, draft_rows, head_dim, dtype=dtype, device=device) if self.uses_scratch else None
-        )
+        self.scratch = torch.zeros(*shape, draft_rows, head_dim, dtype=dtype, device=device) if self.uses_scratch else None
         self.length = 0
         self.lengths = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -126,9 +124,7 @@ class KVCache:
         if start + accepted > self.rows:
             raise ValueError(f"{start + accepted} rows do not fit a KV cache of {self.rows}: raise max_cache_len")
         if self.uses_scratch:
-            kept = torch.empty(
-                features.shape[0], 1, accepted, features.shape[-1], dtype=features.dtype, device=features.device
-            )
+            kept = torch.empty(features.shape[0], 1, accepted, features.shape[-1], dtype=features.dtype, device=features.device)
             zero = torch.zeros_like(self.lengths)
             ops.kv_compaction(self.scratch, self.kv, path, path_len, self.lengths, features, kept, zero)
         else:

@@ -113,9 +113,7 @@ def save_router(
     write_checkpoint(folder, config, tensors, int8=int8, dtype=dtype)
 
 
-def _common_config(
-    cfg: DFlashConfig | Eagle3Config, dtype: torch.dtype, name: str, model_type: str, layers: int
-) -> dict:
+def _common_config(cfg: DFlashConfig | Eagle3Config, dtype: torch.dtype, name: str, model_type: str, layers: int) -> dict:
     theta, kind = cfg.rope["rope_theta"], cfg.rope["rope_type"]
     scaling = {key: value for key, value in cfg.rope.items() if key != "rope_theta"}
     return {

@@ -76,9 +76,7 @@ def _read_binary(file: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(
-            f"{file}: truncated, corrupt or not plain tensors ({error}); download it again"
-        ) from error
+        raise CheckpointError(f"{file}: truncated, corrupt or not plain tensors ({error}); download it again") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"{file}: is not a dictionary of tensors; export the plain state dict")
     return state
@@ -94,9 +92,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{index.parent / shard}: missing, but {index.name} lists it; complete the download")
         state |= read_safetensors(index.parent / shard)
     if lost := sorted(weight_map.keys() ^ state.keys()):
-        raise CheckpointError(
-            f"{index}: the index and its shards disagree about {', '.join(lost)}; download them again"
-        )
+        raise CheckpointError(f"{index}: the index and its shards disagree about {', '.join(lost)}; download them again")
     return state
 
 
@@ -139,9 +135,7 @@ def quantise_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def write_checkpoint(
-    folder: str | os.PathLike, config: dict, state: dict[str, Tensor], *, int8: bool, dtype: torch.dtype
-) -> None:
+def write_checkpoint(folder: str | os.PathLike, config: dict, state: dict[str, Tensor], *, int8: bool, dtype: torch.dtype) -> None:
     """config.json and model.safetensors in `folder`; floating tensors as `dtype`, matrices as int8 rows if `int8`."""
     out = quantise_state(state) if int8 else state
     keep = {name for name in out if name.endswith(".scale")}

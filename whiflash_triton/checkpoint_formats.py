@@ -159,9 +159,7 @@ def check_architecture(fields: Fields, kind: str, accepted: str) -> None:
     for name in fields.take("architectures", list, []):
         for part, variant in VARIANTS.items():
             if part in str(name).lower():
-                raise CheckpointError(
-                    f"{fields.where}: {name} is {variant}, which is not supported; pass {kind} drafter"
-                )
+                raise CheckpointError(f"{fields.where}: {name} is {variant}, which is not supported; pass {kind} drafter")
         if not re.search(accepted, str(name).lower()):
             raise CheckpointError(f"{fields.where}: architecture {name} is not that of {kind} drafter")
 

@@ -151,24 +151,18 @@ def check_tensors(state: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], 
         )
 
 
-def draft_ids(
-    d2t: Tensor | None, t2d: Tensor | None, size: int, vocab: int, where: str
-) -> Tensor:  # int64 [size], ascending
+def draft_ids(d2t: Tensor | None, t2d: Tensor | None, size: int, vocab: int, where: str) -> Tensor:  # int64 [size], ascending
     """Absolute target ids of the `size` draft ids, from offsets `d2t` (id = i + d2t[i]); checked against mask `t2d`."""
     if size > vocab:
         raise CheckpointError(f"{where}: draft vocabulary {size} is larger than the target's {vocab}")
     ids = torch.arange(size)
     if d2t is None and size < vocab:
-        raise CheckpointError(
-            f"{where}: draft vocabulary {size} of {vocab} but no d2t map; export the file with its map"
-        )
+        raise CheckpointError(f"{where}: draft vocabulary {size} of {vocab} but no d2t map; export the file with its map")
     if d2t is not None:
         if d2t.shape != (size,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
             raise CheckpointError(f"{where}: d2t is {d2t.dtype} {list(d2t.shape)}, expected integers [{size}]")
         if size < vocab and not d2t.any():
-            raise CheckpointError(
-                f"{where}: d2t is all zero though only {size} of {vocab} ids are drafted; broken file"
-            )
+            raise CheckpointError(f"{where}: d2t is all zero though only {size} of {vocab} ids are drafted; broken file")
         ids = ids + d2t.long()
     check_ids(ids, vocab, f"{where}: d2t")
     if t2d is not None:

@@ -275,9 +275,7 @@ def _layer_fields(raw: dict, where: str, kind: str, model_type: str) -> tuple[Fi
     place = f"{outer.where}: transformer_layer_config"
     layer = Fields(raw["transformer_layer_config"], place) if nested else outer
     if (given := layer.take("model_type", str, model_type)) not in CLASS_DEFAULTS:
-        raise CheckpointError(
-            f"{layer.where}: model_type {given!r} is not supported; use one of {list(CLASS_DEFAULTS)}"
-        )
+        raise CheckpointError(f"{layer.where}: model_type {given!r} is not supported; use one of {list(CLASS_DEFAULTS)}")
     if nested:
         layer.defaults = CLASS_DEFAULTS[given]
     return outer, layer
@@ -285,14 +283,10 @@ def _layer_fields(raw: dict, where: str, kind: str, model_type: str) -> tuple[Fi
 
 def _equal(where: str, key: str, given: Any, expected: Any, who: str) -> None:
     if given != expected:
-        raise CheckpointError(
-            f"{where}: {key} is {given} but {who} {expected}; config, weights and target must belong together"
-        )
+        raise CheckpointError(f"{where}: {key} is {given} but {who} {expected}; config, weights and target must belong together")
 
 
-def _dflash_draft_ids(
-    folder: Path, state: dict[str, Tensor], size: int | None, vocab: int, where: str
-) -> Tensor | None:
+def _dflash_draft_ids(folder: Path, state: dict[str, Tensor], size: int | None, vocab: int, where: str) -> Tensor | None:
     """Target ids of a reduced or own head (takes d2t and t2d out of `state`), None for the target's whole head."""
     d2t, t2d = state.pop("d2t", None), state.pop("t2d", None)
     sidecar = folder / SIDECAR
@@ -332,7 +326,5 @@ def _router_weights(state: dict[str, Tensor], hidden: int, where: str) -> dict[s
     if len(last) != 1 or len(out) != 1 or len(vectors) != 1:
         raise CheckpointError(f"{where}: {wanted}")
     if not all(tensor.is_floating_point() for tensor in state.values()):
-        raise CheckpointError(
-            f"{where}: weights must be floating point; found {[str(t.dtype) for t in state.values()]}"
-        )
+        raise CheckpointError(f"{where}: weights must be floating point; found {[str(t.dtype) for t in state.values()]}")
     return {"w1": state[tall[0]], "b1": state[vectors[0]], "w2": state[out[0]].reshape(-1), "b2": state[last[0]]}

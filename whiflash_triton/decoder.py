@@ -68,7 +68,7 @@ class WhiFlashDecoder:
     ) -> WhiFlashDecoder:
         """target: hub id, folder, .gguf file, loaded PreTrainedModel (its weights are shared, not copied), or "smollm2-135m".
 
-        dflash, eagle3: hub id or folder of a drafter, None for none; "auto" means the shipped pair for the embedded default and none
+        dflash, eagle3: hub id or folder of a drafter, None for none; "auto" means the shipped pair for the embedded default, none
         otherwise. router: "static:<arm>", "entropy", a router checkpoint or a Router; "auto" is "entropy" where both drafters are
         there and static otherwise. dtype None: bfloat16 on CUDA and on CPUs that compute in it, else float32. *_taps override the
         taps a checkpoint resolves to (hidden_states indices).
@@ -88,9 +88,7 @@ class WhiFlashDecoder:
             {"dflash": dflash_taps, "eagle3": eagle3_taps},
             max_cache_len,
         )
-        chosen = build_router(
-            assets.get("router", "auto") if router == "auto" else router, drafters, model, router_threshold
-        )
+        chosen = build_router(assets.get("router", "auto") if router == "auto" else router, drafters, model, router_threshold)
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source)
         return cls(model, tokenizer, drafters, chosen, max_cache_len, _eos_ids(source, config))
 
@@ -105,9 +103,7 @@ class WhiFlashDecoder:
         if arm.kind == "ar":
             return
         if arm.kind not in self.drafters:
-            raise ValueError(
-                f"arm {arm} needs a {arm.kind} drafter, and none is loaded: give {arm.kind}=... to from_pretrained"
-            )
+            raise ValueError(f"arm {arm} needs a {arm.kind} drafter, and none is loaded: give {arm.kind}=... to from_pretrained")
         limit = self.drafters[arm.kind].max_draft
         if arm.size > limit:
             raise ValueError(f"arm {arm} drafts more than this drafter can: at most {arm.kind}:{limit}")
@@ -144,7 +140,7 @@ class WhiFlashDecoder:
         return Output(text, torch.tensor([ids + tokens]), stats, rounds, arms, finish)
 
     def stream(self, prompt, **options) -> Iterator[Piece]:
-        """Yield a Piece as soon as a round is accepted; options as in `generate`. Closing it in mid-text leaves the decoder usable."""
+        """Yield a Piece as soon as a round is accepted; options as in `generate`. It may be closed at any point."""
         ids, limit, stops, streamer = self._prepare(prompt, options)
         if streamer is not None:
             raise ValueError("streamer: pass it to generate(); stream() yields the pieces itself")
@@ -195,9 +191,7 @@ class WhiFlashDecoder:
         ids = self._encode(prompt, options.pop("chat_template_kwargs", None))
         config, given = options.pop("generation_config", None), set(options)
         if config is not None:
-            options = {
-                k: v for k, v in config.to_diff_dict().items() if v is not None and not k.startswith("_")
-            } | options
+            options = {k: v for k, v in config.to_diff_dict().items() if v is not None and not k.startswith("_")} | options
             for name in ("transformers_version", "bos_token_id", "pad_token_id"):
                 options.pop(name, None)
         streamer = options.pop("streamer", None)
@@ -211,7 +205,8 @@ class WhiFlashDecoder:
                 options.pop(name)
         if options:
             raise ValueError(
-                f"not supported: {', '.join(sorted(options))}; decoding is greedy and takes max_new_tokens, max_length, eos_token_id, streamer"
+                f"not supported: {', '.join(sorted(options))}; decoding is greedy and takes max_new_tokens, max_length, "
+                "eos_token_id, streamer and generation_config"
             )
         stops = set(self.eos_token_ids if eos is None else [eos] if isinstance(eos, int) else list(eos))
         limit = self._limit(len(ids), new, total)
@@ -226,12 +221,11 @@ class WhiFlashDecoder:
         if new is None:
             new = 256 if total is None else total - prompt
         if new < 1:
-            raise ValueError(
-                f"nothing to generate: max_new_tokens {new} (prompt of {prompt} tokens, max_length {total})"
-            )
+            raise ValueError(f"nothing to generate: max_new_tokens {new} (prompt of {prompt} tokens, max_length {total})")
         if new > room:
             raise ValueError(
-                f"{new} new tokens after a prompt of {prompt} exceed max_cache_len {self.max_cache_len}: raise max_cache_len or lower max_new_tokens"
+                f"{new} new tokens after a prompt of {prompt} exceed max_cache_len {self.max_cache_len}: "
+                "raise max_cache_len or lower max_new_tokens"
             )
         return new
 

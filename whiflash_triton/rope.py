@@ -39,13 +39,11 @@ def rope_tables(
     freqs = torch.outer(positions, inv_freq)  # [rows, D/2]
     if kind == "dynamic":
         for row in range(max_position_embeddings, rows):
-            freqs[row] = row * _initialise(rope, head_dim, max_position_embeddings, device, row + 1)[0]
+            freqs[row] = row * _initialise(rope, head_dim, max_position_embeddings, device, torch.tensor(row + 1))[0]
     return freqs.cos() * scale, freqs.sin() * scale
 
 
-def _initialise(
-    rope: dict, head_dim: int, max_positions: int, device, seq_len: int | None
-) -> tuple[torch.Tensor, float]:
+def _initialise(rope: dict, head_dim: int, max_positions: int, device, seq_len: torch.Tensor | None) -> tuple[torch.Tensor, float]:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

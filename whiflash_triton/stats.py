@@ -13,7 +13,7 @@ PHASES = ("route", "draft", "verify", "accept", "commit")
 
 @dataclass
 class Round:
-    """drafted and accepted count draft tokens (no anchor, no bonus); committed what the text kept; caught_up rows ingested first."""
+    """drafted, accepted: draft tokens, without anchor and bonus; committed: tokens the text kept; caught_up: rows ingested first."""
 
     arm: Arm
     drafted: int

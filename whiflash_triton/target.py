@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .cache import Block, KVCache
-from .linear import Linear
+from .layers import Linear, rms_norm, swiglu
 from .rope import apply_rope, full_tables, rope_parameters, rope_tables
 from .tree import DraftTree, chain
 
@@ -106,9 +106,7 @@ class Layer:
 class Target:
     """Weights and forward. `embed` [V, H], `head` [V, H], `norm` [H]; layers as above."""
 
-    def __init__(
-        self, config: TargetConfig, embed: torch.Tensor, layers: list[Layer], norm: torch.Tensor, head: torch.Tensor
-    ):
+    def __init__(self, config: TargetConfig, embed: torch.Tensor, layers: list[Layer], norm: torch.Tensor, head: torch.Tensor):
         self.config, self.embed, self.layers, self.norm, self.head = config, embed, layers, norm, head
         self.lm_head = Linear([head])
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -158,20 +156,17 @@ class Target:
         for i, layer in enumerate(self.layers):
             if i in taps:
                 features.append(x)
-            qkv = layer.qkv(F.rms_norm(x, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)).view(b, t, -1, d)
+            qkv = layer.qkv(rms_norm(x, layer.input_norm, c.rms_norm_eps)).view(b, t, -1, d)
             if layer.q_norm is None:
                 qk = apply_rope(qkv[:, :, : heads + kv_heads], cos, sin)
                 q, k = qk[:, :, :heads], qk[:, :, heads:]
             else:
-                q = apply_rope(F.rms_norm(qkv[:, :, :heads], (d,), layer.q_norm, c.rms_norm_eps), cos, sin)
-                k = apply_rope(
-                    F.rms_norm(qkv[:, :, heads : heads + kv_heads], (d,), layer.k_norm, c.rms_norm_eps), cos, sin
-                )
+                q = apply_rope(rms_norm(qkv[:, :, :heads], layer.q_norm, c.rms_norm_eps), cos, sin)
+                k = apply_rope(rms_norm(qkv[:, :, heads : heads + kv_heads], layer.k_norm, c.rms_norm_eps), cos, sin)
             out = cache.attend(i, q, k, qkv[:, :, heads + kv_heads :], block, scale, c.windows[i])
             x = x + layer.o(out.reshape(b, t, heads * d))
-            gate, up = layer.gate_up(F.rms_norm(x, (c.hidden_size,), layer.post_norm, c.rms_norm_eps)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
-        x = F.rms_norm(x, (c.hidden_size,), self.norm, c.rms_norm_eps)
+            x = x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
+        x = rms_norm(x, self.norm, c.rms_norm_eps)
         if c.num_layers in taps:
             features.append(x)
         return x, torch.stack(features) if features else x.new_empty(0, b, t, c.hidden_size)

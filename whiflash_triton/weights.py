@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .linear import Linear
+from .layers import Linear
 from .target import Layer, Target, TargetConfig, target_config
 
 Getter = Callable[[str], torch.Tensor]

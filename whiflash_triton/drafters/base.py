@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from ..cache import KVCache
-from ..linear import Linear
 from ..tree import DraftTree
 
 PENDING_LIMIT = 1024
@@ -59,12 +57,3 @@ class Pending:
 
     def clear(self) -> None:
         self.features, self.tokens, self.rows = [], [], 0
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def swiglu(x: torch.Tensor, gate_up: Linear, down: Linear) -> torch.Tensor:
-    gate, up = gate_up(x).chunk(2, -1)
-    return down(F.silu(gate) * up)

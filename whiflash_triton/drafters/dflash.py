@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from .. import ops
 from ..cache import KVCache
 from ..checkpoints import DFlashConfig
-from ..linear import Linear, fused
+from ..layers import Linear, fused, rms_norm, swiglu
 from ..rope import apply_rope, full_tables, rope_tables
 from ..target import Target
 from ..tree import DraftTree, chain
-from .base import PENDING_LIMIT, Pending, rms_norm, swiglu
+from .base import PENDING_LIMIT, Pending
 
 
 @dataclass
@@ -59,11 +59,10 @@ class DFlashDrafter:
             self.head = Linear([target.head[self.draft_ids]])
         else:
             self.head = target.lm_head
-        self.cache = KVCache(
-            c.num_layers, c.num_kv_heads, c.head_dim, rows, c.block_size, target.dtype, target.device, scratch
-        )
+        self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, rows, c.block_size, target.dtype, target.device, scratch)
         half = rope_tables(c.rope, c.head_dim, rows + c.block_size, c.max_position_embeddings, target.device)
-        self.half_tables, self.tables = half, full_tables(*half, target.dtype)
+        self.tables = full_tables(*half, target.dtype)
+        self.context_tables = tuple(table.repeat(1, 2) for table in half)  # [rows, D], the form kv_injection takes
         self.queue = Pending()
         self.tokens: list[int] = []  # the committed token of every row in the cache
 
@@ -90,7 +89,7 @@ class DFlashDrafter:
         c, start, count = self.config, self.cache.length, features.shape[1]
         context = rms_norm(self.fc(features), self.hidden_norm, c.rms_norm_eps)  # [B, C, H]
         projected = self.context_kv(context).view(1, count, c.num_layers, 2, c.num_kv_heads, c.head_dim)
-        cos, sin = (table[start : start + count] for table in self.half_tables)
+        cos, sin = (table[start : start + count] for table in self.context_tables)
         ops.kv_injection(projected, self.context_k_norm, cos, sin, self.cache.kv, self.cache.lengths, c.rms_norm_eps)
         self.cache.set_length(start + count)
         self.tokens.extend(tokens[0].tolist())

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from ..cache import KVCache
 from ..checkpoints import Eagle3Config
-from ..linear import Linear, fused
+from ..layers import Linear, fused, rms_norm, swiglu
 from ..rope import apply_rope, full_tables, rope_tables
 from ..target import Target
 from ..tree import DraftTree, chain
-from .base import PENDING_LIMIT, Pending, rms_norm, swiglu
+from .base import PENDING_LIMIT, Pending
 from .dflash import _cast
 
 MAX_DRAFT = 16
@@ -130,9 +130,7 @@ class Eagle3Drafter:
             raise RuntimeError("EAGLE-3 drafts from at least one ingested row: ingest the prompt first")
         return self.newest
 
-    def _step(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, position: int, tree: DraftTree, q0: int
-    ) -> torch.Tensor:
+    def _step(self, hidden: torch.Tensor, tokens: torch.Tensor, position: int, tree: DraftTree, q0: int) -> torch.Tensor:
         """One draft row [B, 1, H] -> its output state before the final norm; the row's K and V go to the draft rows."""
         c = self.config
         x = self._inputs(hidden, tokens)

@@ -42,7 +42,5 @@ class NeuralRouter:
 
     def choose(self, state: RoundState) -> Arm:
         w = self.weights
-        _, decision = ops.router_mlp(
-            state.hidden.view(1, -1).float(), w["w1"], w["b1"], w["w2"], w["b2"], self.threshold
-        )
+        _, decision = ops.router_mlp(state.hidden.view(1, -1).float(), w["w1"], w["b1"], w["w2"], w["b2"], self.threshold)
         return self.arms[0] if int(decision) else self.arms[1]

@@ -41,9 +41,7 @@ def read_rows(path: Path, tokenizer, end_token: int, max_len: int, seed: int = 0
                 item = json.loads(line)
                 prompt, response = item["prompt"], item["response"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: expected JSON with `prompt` and `response` ({error})"
-                ) from error
+                raise ValueError(f"{path}, line {number}: expected JSON with `prompt` and `response` ({error})") from error
             head = encode_chat(tokenizer, prompt)
             tail = tokenizer(response, add_special_tokens=False)["input_ids"] + [end_token] * bool(item.get("finished"))
             tokens = (head + tail)[:max_len]
@@ -66,9 +64,7 @@ def shard_path(folder: Path, index: int) -> Path:
 
 
 @torch.inference_mode()
-def write_features(
-    target: Target, rows: list[Row], folder: Path, taps: tuple[int, ...], shards: range, progress=None
-) -> None:
+def write_features(target: Target, rows: list[Row], folder: Path, taps: tuple[int, ...], shards: range, progress=None) -> None:
     """Write the shards of `shards` that are not there yet.
 
     A shard holds tokens int32 [n], lengths and prompt_lens int32 [rows], features bf16 [taps + 1, n, H] (the last one after the

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..checkpoints import DFlashConfig, Eagle3Config, dflash_default_taps
+from ..layers import rms_norm
 from ..target import Target
 from .data import Shard
 from .models import Pack, Params, Rope, dflash_forward, eagle3_forward, init_dflash, init_eagle3
@@ -33,9 +34,7 @@ class Recipe:
     anchors: int = 64  # DFlash blocks a pack
     slot_decay: float = 3.0  # DFlash: slot k weighs exp(-(k - 1) / slot_decay)
     unroll: int = 3  # EAGLE-3 steps of training-time test
-    later_share: float = (
-        0.5  # EAGLE-3: slots of the later steps whose head and loss are computed (the head is most of the cost)
-    )
+    later_share: float = 0.5  # EAGLE-3: slots of the later steps whose head and loss are computed (the head is most of the cost)
     step_decay: float = 0.8
     warmup: float = 0.03
     floor: float = 0.02
@@ -136,9 +135,7 @@ def qk_sizes(target: Target, shard: Shard, layers: int) -> list[tuple[float, flo
         sizes = []
         for x, i in zip(features, taps, strict=True):
             layer = target.layers[i]
-            qkv = layer.qkv(F.rms_norm(x, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)).view(
-                -1, c.num_heads + 2 * c.num_kv_heads, c.head_dim
-            )
+            qkv = layer.qkv(rms_norm(x, layer.input_norm, c.rms_norm_eps)).view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
             q, k = qkv[:, : c.num_heads], qkv[:, c.num_heads : c.num_heads + c.num_kv_heads]
             sizes.append((q.float().pow(2).mean().sqrt().item(), k.float().pow(2).mean().sqrt().item()))
     return sizes
@@ -266,9 +263,7 @@ def _load_state(path: Path) -> tuple[Params, dict[str, torch.Tensor], dict]:
     with safe_open(path, framework="pt") as file:
         meta = json.loads(file.metadata()["progress"])
         tensors = {k: file.get_tensor(k) for k in file.keys()}
-    params = {
-        k.removeprefix("param."): v.clone().requires_grad_() for k, v in tensors.items() if k.startswith("param.")
-    }
+    params = {k.removeprefix("param."): v.clone().requires_grad_() for k, v in tensors.items() if k.startswith("param.")}
     return params, tensors, meta
 
 

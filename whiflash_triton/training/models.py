@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..checkpoints import DFlashConfig, Eagle3Config
+from ..layers import rms_norm
 from ..rope import apply_rope, full_tables, rope_tables
 from ..target import Target
 
@@ -20,7 +21,8 @@ Params = dict[str, torch.Tensor]
 
 @dataclass
 class Pack:
-    """Rows side by side, padded to a fixed length: tokens, choices, segment, position int64 [n]; learn bool [n]; features [taps, n, H].
+    """Rows side by side, padded to a fixed length: tokens, choices, segment, position int64 [n]; learn bool [n];
+    features [taps, n, H].
 
     segment is -1 on padding; choices the target's argmax; learn marks rows of the response; final [n, H] after the final norm.
     """
@@ -32,10 +34,6 @@ class Pack:
     learn: torch.Tensor
     features: torch.Tensor
     final: torch.Tensor
-
-
-def _norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, (x.shape[-1],), w, eps)
 
 
 def _heads(x: torch.Tensor, d: int) -> torch.Tensor:
@@ -76,7 +74,7 @@ def eagle3_forward(
     state = F.linear(features, p["fc.weight"])  # [n, H]
     following = torch.cat((pack.tokens[1:], pack.tokens[:1]))
     same_next = torch.cat((pack.segment[1:], pack.segment.new_full((1,), -2))) == pack.segment
-    embedded = _norm(F.embedding(following, embed), p["layers.0.input_layernorm.weight"], eps)
+    embedded = rms_norm(F.embedding(following, embed), p["layers.0.input_layernorm.weight"], eps)
     reach = pack.segment[:, None] == pack.segment[None, :]
     index = torch.arange(n)
     a, outputs, draft_keys = "layers.0.self_attn.", [], []
@@ -84,7 +82,7 @@ def eagle3_forward(
     learn_next = torch.cat((pack.learn[1:], pack.learn.new_zeros(1)))
     wanted = alive & learn_next  # the slot's own embedded token is response: decoding drafts from here
     for step in range(steps):
-        x = torch.cat((embedded, _norm(state, p["layers.0.hidden_norm.weight"], eps)), -1)
+        x = torch.cat((embedded, rms_norm(state, p["layers.0.hidden_norm.weight"], eps)), -1)
         k = rope(_heads(F.linear(x, p[a + "k_proj.weight"]), d), pack.position)
         v = _heads(F.linear(x, p[a + "v_proj.weight"]), d)
         if step == 0:
@@ -94,9 +92,7 @@ def eagle3_forward(
             shifted = torch.cat((wanted.new_zeros(1), wanted[:-1])) & alive
             wanted = shifted & torch.cat((same_next.new_zeros(1), same_next[:-1]))
         slots = wanted.nonzero()[:, 0]
-        q = rope(_heads(F.linear(x[slots], p[a + "q_proj.weight"]), d), pack.position[slots]).transpose(
-            0, 1
-        )  # [Hq, m, D]
+        q = rope(_heads(F.linear(x[slots], p[a + "q_proj.weight"]), d), pack.position[slots]).transpose(0, 1)  # [Hq, m, D]
         visible = reach[slots] & (index[None, :] <= slots[:, None] - step)
         scores = (q @ true_k.transpose(1, 2) * d**-0.5).masked_fill(~visible, float("-inf"))
         values = []
@@ -110,8 +106,8 @@ def eagle3_forward(
         for i, value in enumerate(values):
             out = out + weights[..., n + i : n + i + 1] * value
         h = state[slots] + F.linear(out.transpose(0, 1).reshape(len(slots), -1), p[a + "o_proj.weight"])
-        h = h + _swiglu(p, _norm(h, p["layers.0.post_attention_layernorm.weight"], eps), "layers.0.mlp.")
-        outputs.append((_norm(h, p["norm.weight"], eps), slots))
+        h = h + _swiglu(p, rms_norm(h, p["layers.0.post_attention_layernorm.weight"], eps), "layers.0.mlp.")
+        outputs.append((rms_norm(h, p["norm.weight"], eps), slots))
         # The state moves one slot on; slots that were not computed keep a value nobody reads.
         moved = torch.zeros_like(state)
         keep = slots < n - 1
@@ -119,9 +115,7 @@ def eagle3_forward(
     return outputs
 
 
-def dflash_forward(
-    p: Params, c: DFlashConfig, embed: torch.Tensor, rope: Rope, pack: Pack, anchors: torch.Tensor
-) -> torch.Tensor:
+def dflash_forward(p: Params, c: DFlashConfig, embed: torch.Tensor, rope: Rope, pack: Pack, anchors: torch.Tensor) -> torch.Tensor:
     """anchors int64 [A] rows of the pack -> states after the final norm [A, block_size, H].
 
     A block sees context strictly before its anchor, and itself in both directions.
@@ -129,7 +123,7 @@ def dflash_forward(
     n, d, eps, heads = pack.tokens.shape[0], c.head_dim, c.rms_norm_eps, c.num_heads
     size = c.block_size
     features = pack.features[: len(c.taps)].transpose(0, 1).reshape(n, -1)
-    context = _norm(F.linear(features, p["fc.weight"]), p["hidden_norm.weight"], eps)
+    context = rms_norm(F.linear(features, p["fc.weight"]), p["hidden_norm.weight"], eps)
     ids = torch.full((len(anchors), size), c.mask_token_id)
     ids[:, 0] = pack.tokens[anchors]
     x = F.embedding(ids, embed).view(len(anchors) * size, -1)
@@ -140,11 +134,11 @@ def dflash_forward(
         a, layer = f"layers.{i}.self_attn.", f"layers.{i}."
 
         def keys_values(rows: torch.Tensor, where: torch.Tensor, a: str = a) -> tuple[torch.Tensor, torch.Tensor]:
-            k = _norm(_heads(F.linear(rows, p[a + "k_proj.weight"]), d), p[a + "k_norm.weight"], eps)
+            k = rms_norm(_heads(F.linear(rows, p[a + "k_proj.weight"]), d), p[a + "k_norm.weight"], eps)
             return rope(k, where), _heads(F.linear(rows, p[a + "v_proj.weight"]), d)
 
-        h = _norm(x, p[layer + "input_layernorm.weight"], eps)
-        q = rope(_norm(_heads(F.linear(h, p[a + "q_proj.weight"]), d), p[a + "q_norm.weight"], eps), position)
+        h = rms_norm(x, p[layer + "input_layernorm.weight"], eps)
+        q = rope(rms_norm(_heads(F.linear(h, p[a + "q_proj.weight"]), d), p[a + "q_norm.weight"], eps), position)
         q = q.view(len(anchors), size, heads, d)
         ck, cv = (_grouped(t, heads) for t in keys_values(context, pack.position))  # [Hq, n, D]
         bk, bv = (_grouped(t, heads).view(heads, len(anchors), size, d) for t in keys_values(h, position))
@@ -159,8 +153,8 @@ def dflash_forward(
         weights = scores.softmax(-1)
         out = (weights[..., :n].reshape(heads, -1, n) @ cv).view(heads, len(anchors), size, d) + weights[..., n:] @ bv
         x = x + F.linear(out.permute(1, 2, 0, 3).reshape(len(x), -1), p[a + "o_proj.weight"])
-        x = x + _swiglu(p, _norm(x, p[layer + "post_attention_layernorm.weight"], eps), layer + "mlp.")
-    return _norm(x, p["norm.weight"], eps).view(len(anchors), size, -1)
+        x = x + _swiglu(p, rms_norm(x, p[layer + "post_attention_layernorm.weight"], eps), layer + "mlp.")
+    return rms_norm(x, p["norm.weight"], eps).view(len(anchors), size, -1)
 
 
 def _noisy_identity(rows: int, blocks: int, which: int, generator: torch.Generator) -> torch.Tensor:
