@@ -69,12 +69,8 @@ def _kv_compaction_kernel(
                     head = (piece % heads).to(tl.int64)
                     half = (piece // heads % 2).to(tl.int64)  # K or V
                     layer = (piece // (2 * heads)).to(tl.int64)
-                    source = (
-                        layer * stride_sl + half * stride_sk + batch * stride_sb + head * stride_sh + row * stride_sn
-                    )
-                    target = (
-                        layer * stride_cl + half * stride_ck + batch * stride_cb + head * stride_ch + to * stride_cn
-                    )
+                    source = layer * stride_sl + half * stride_sk + batch * stride_sb + head * stride_sh + row * stride_sn
+                    target = layer * stride_cl + half * stride_ck + batch * stride_cb + head * stride_ch + to * stride_cn
                     rows = tl.load(scratch_ptr + source[:, None] + offs_d[None, :], mask=mask)
                     tl.store(cache_ptr + target[:, None] + offs_d[None, :], rows, mask=mask)
             elif HAS_FEATURES:
@@ -148,23 +144,28 @@ def _check(
     feature_start: Tensor | None,
 ) -> None:
     assert scratch_kv.ndim == cache_kv.ndim == 6, "KV must be [layers, 2, B, kv_heads, rows, head_dim]"
-    assert scratch_kv.shape[:4] == cache_kv.shape[:4] and scratch_kv.shape[5] == cache_kv.shape[5]
-    assert scratch_kv.dtype == cache_kv.dtype and scratch_kv.element_size() in (2, 4)
-    assert scratch_kv.stride(5) == cache_kv.stride(5) == 1
+    same = scratch_kv.shape[:4] == cache_kv.shape[:4] and scratch_kv.shape[5] == cache_kv.shape[5]
+    assert same, f"scratch {tuple(scratch_kv.shape)} and cache {tuple(cache_kv.shape)} may differ in rows only"
+    assert scratch_kv.dtype == cache_kv.dtype, "scratch and cache must have one dtype"
+    assert scratch_kv.stride(5) == cache_kv.stride(5) == 1, "KV rows must be contiguous"
     batch = cache_kv.shape[2]
-    assert path.ndim == 2 and path.shape[0] == batch and path.dtype == torch.int32 and path.stride(1) == 1
-    sources, destinations = [scratch_kv], [cache_kv]
+    assert path.ndim == 2 and path.shape[0] == batch and path.dtype == torch.int32, "path must be int32 [B, P]"
+    assert path.stride(1) == 1, "path rows must be contiguous"
     lengths = [path_len, start]
+    sources, destinations = [scratch_kv], [cache_kv]
+    given = {x is None for x in (scratch_features, features, feature_start)}
+    assert len(given) == 1, "scratch_features, features and feature_start come together"
     if features is not None:
-        assert scratch_features is not None and feature_start is not None, "features come with scratch and start"
         assert scratch_features.ndim == features.ndim == 4, "features must be [F, B, rows, H]"
-        assert scratch_features.shape[:2] == features.shape[:2] and features.shape[1] == batch
-        assert scratch_features.shape[2:] == (scratch_kv.shape[4], features.shape[3])
-        assert scratch_features.dtype == features.dtype and scratch_features.stride(3) == features.stride(3) == 1
+        rows = (features.shape[0], batch, scratch_kv.shape[4], features.shape[3])
+        assert features.shape[1] == batch and scratch_features.shape == rows, f"scratch_features must be {rows}"
+        assert scratch_features.dtype == features.dtype, "scratch_features and features must have one dtype"
+        assert scratch_features.stride(3) == features.stride(3) == 1, "feature rows must be contiguous"
+        lengths.append(feature_start)
         sources.append(scratch_features)
         destinations.append(features)
-        lengths.append(feature_start)
-    assert all(x.shape == (batch,) and x.dtype == torch.int32 for x in lengths), "lengths must be int32 [B]"
+    for x in lengths:
+        assert x.shape == (batch,) and x.dtype == torch.int32 and x.is_contiguous(), "lengths must be int32 [B]"
     # Source and destination never share memory, so no program can read a row another one has overwritten.
     held = {x.untyped_storage().data_ptr() for x in sources}
     assert all(x.untyped_storage().data_ptr() not in held for x in destinations), "scratch and cache share storage"

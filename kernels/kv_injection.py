@@ -110,14 +110,17 @@ def kv_injection(
 def _check(projected: Tensor, k_norm: Tensor | None, cos: Tensor, sin: Tensor, cache_kv: Tensor, start: Tensor) -> None:
     assert projected.ndim == 6 and projected.shape[3] == 2, "projected must be [B, C, layers, 2, kv_heads, head_dim]"
     batch, rows, layers, _, heads, dim = projected.shape
-    assert cache_kv.ndim == 6 and cache_kv.shape[:4] == (layers, 2, batch, heads) and cache_kv.shape[5] == dim
+    fits = cache_kv.ndim == 6 and cache_kv.shape[:4] == (layers, 2, batch, heads) and cache_kv.shape[5] == dim
+    assert fits, f"cache must be [layers={layers}, 2, B={batch}, kv_heads={heads}, rows, head_dim={dim}]"
     assert projected.dtype == cache_kv.dtype, "projected and cache must have one dtype"
     assert dim % 2 == 0, "rotate-half needs an even head_dim"
-    assert projected.stride(5) == cache_kv.stride(5) == 1
-    assert cos.shape == sin.shape == (rows, dim) and cos.dtype == sin.dtype == torch.float32
-    assert cos.stride(1) == sin.stride(1) == 1
-    assert k_norm is None or (k_norm.shape == (layers, dim) and k_norm.stride(1) == 1)
-    assert start.shape == (batch,) and start.dtype == torch.int32
+    assert projected.stride(5) == cache_kv.stride(5) == 1, "rows of projected and cache must be contiguous"
+    assert cos.shape == sin.shape == (rows, dim), f"cos and sin must be [C={rows}, head_dim={dim}]"
+    assert cos.dtype == sin.dtype == torch.float32, "cos and sin must be float32"
+    assert cos.stride(1) == sin.stride(1) == 1, "rows of cos and sin must be contiguous"
+    if k_norm is not None:
+        assert k_norm.shape == (layers, dim) and k_norm.stride(1) == 1, "k_norm must be [layers, head_dim]"
+    assert start.shape == (batch,) and start.dtype == torch.int32 and start.is_contiguous(), "start must be int32 [B]"
 
 
 def kv_injection_torch(
