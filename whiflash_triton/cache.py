@@ -124,9 +124,10 @@ class KVCache:
         if start + accepted > self.rows:
             raise ValueError(f"{start + accepted} rows do not fit a KV cache of {self.rows}: raise max_cache_len")
         if self.uses_scratch:
-            kept = torch.empty(features.shape[0], 1, accepted, features.shape[-1], dtype=features.dtype, device=features.device)
-            zero = torch.zeros_like(self.lengths)
-            ops.kv_compaction(self.scratch, self.kv, path, path_len, self.lengths, features, kept, zero)
+            drafted = self.scratch[:, :, :, :, : features.shape[2]]
+            kept = features.new_empty(features.shape[0], 1, accepted, features.shape[-1])
+            tapped = (features, kept, torch.zeros_like(self.lengths)) if features.numel() else ()
+            ops.kv_compaction(drafted, self.kv, path, path_len, self.lengths, *tapped)
         else:
             rows = path[0, :accepted].long()
             if not is_prefix:
