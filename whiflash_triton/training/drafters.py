@@ -68,7 +68,7 @@ def draft_vocabulary(shards: list[Path], size: int, vocab: int) -> torch.Tensor:
 
 def eagle3_loss(p: Params, c: Eagle3Config, target: Target, ids: torch.Tensor, rope: Rope, pack: Pack, r: Recipe, rng):
     """Soft cross-entropy against the target's softmax on the draft vocabulary; rows whose argmax lies outside are dropped."""
-    inside = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+    inside = torch.zeros(target.config.vocab_size, dtype=torch.bool, device=ids.device)
     inside[ids] = True
     head = target.head[ids].float()
     total, weight, hits = 0.0, 0.0, []
@@ -76,13 +76,13 @@ def eagle3_loss(p: Params, c: Eagle3Config, target: Target, ids: torch.Tensor, r
     for step, (states, slots) in enumerate(eagle3_forward(p, c, target.embed, rope, pack, r.unroll)):
         keep = inside[pack.choices[slots + 1]]
         if step and r.later_share < 1:
-            keep &= torch.rand(len(slots), generator=rng) < r.later_share
+            keep &= (torch.rand(len(slots), generator=rng) < r.later_share).to(keep.device)
         states, slots = states[keep], slots[keep]
         if step == 0:
             with torch.no_grad():
                 soft = F.linear(pack.final[slots + 1], head).softmax(-1)
-            teacher = {"rows": torch.full((len(pack.tokens),), -1), "soft": soft}
-            teacher["rows"][slots] = torch.arange(len(slots))
+            teacher = {"rows": torch.full_like(pack.tokens, -1), "soft": soft}
+            teacher["rows"][slots] = torch.arange(len(slots), device=slots.device)
         soft = teacher["soft"][teacher["rows"][slots]]
         logits = F.linear(states, p["lm_head.weight"])
         loss = (logits.logsumexp(-1) - (soft * logits).sum(-1)).mean()
@@ -95,19 +95,20 @@ def dflash_loss(p: Params, c: DFlashConfig, target: Target, ids: torch.Tensor, r
     """Half hard, half soft cross-entropy on the draft vocabulary; a slot counts while the text follows the target's argmax."""
     n, size = len(pack.tokens), c.block_size
     possible = (pack.learn & (pack.position > 0)).nonzero()[:, 0]
-    anchors = possible[torch.randperm(len(possible), generator=rng)[: r.anchors]]
+    anchors = possible[torch.randperm(len(possible), generator=rng)[: r.anchors].to(possible.device)]
     states = dflash_forward(p, c, target.embed, rope, pack, anchors)[:, 1:]  # [A, B - 1, H]
-    before = anchors[:, None] + torch.arange(size - 1)  # slot k = j + 1 is predicted from row anchor + j
+    slot = torch.arange(size - 1, device=anchors.device)
+    before = anchors[:, None] + slot  # slot k = j + 1 is predicted from row anchor + j
     row = before.clamp(max=n - 1)
     same = (before < n) & (pack.segment[row] == pack.segment[anchors][:, None])
     follows = torch.ones_like(same)
     earlier = (row[:, 1:] - 1).clamp(min=0)
     follows[:, 1:] = (pack.tokens[row[:, 1:]] == pack.choices[earlier]).cumprod(-1).bool()
-    lookup = torch.full((target.config.vocab_size,), -1)
-    lookup[ids] = torch.arange(len(ids))
+    lookup = torch.full((target.config.vocab_size,), -1, device=ids.device)
+    lookup[ids] = torch.arange(len(ids), device=ids.device)
     label = lookup[pack.choices[row]]
     counts = same & follows & (label >= 0)
-    weight = torch.exp(-torch.arange(size - 1) / r.slot_decay).expand_as(counts)[counts]
+    weight = torch.exp(-slot / r.slot_decay).expand_as(counts)[counts]
     head = target.head[ids].float()
     logits = F.linear(states[counts], head)
     with torch.no_grad():
@@ -127,7 +128,7 @@ def qk_sizes(target: Target, shard: Shard, layers: int) -> list[tuple[float, flo
 
     c = target.config
     first, last = shard.spans[0]
-    tokens = shard.tokens[first:last][None]
+    tokens = shard.tokens[first:last][None].to(target.device)
     cache = target.new_cache(tokens.shape[1], 1)
     taps = tuple(range(c.num_layers - layers, c.num_layers))
     with torch.no_grad():
@@ -177,7 +178,7 @@ def train(
     step, spent, seen = 0, 0.0, 0
     params = init
     if state_file.exists():
-        params, moments, meta = _load_state(state_file)
+        params, moments, meta = _load_state(state_file, target.device)
         step, spent, seen = meta["step"], meta["seconds"], meta["tokens"]
     elif params is None:
         held = Shard(list_shards(features)[0])
@@ -194,12 +195,13 @@ def train(
     )  # fmt: skip
     if state_file.exists():
         _restore(optimizer, params, moments, step)
-    rope = Rope(config, 8192, torch.float32)
+    rope = Rope(config, recipe.tokens + config.block_size if kind == "dflash" else recipe.tokens, torch.float32, target.device)
     rng = torch.Generator().manual_seed(recipe.seed + step)
     log, begin = (out / "log.jsonl").open("a"), time.monotonic() - spent
     saved = evaluated = time.monotonic()
     running: list[tuple[float, list[float]]] = []
     for _, pack in packs(features, config.taps, recipe.tokens, recipe.seed, start=step):
+        pack = pack.to(target.device)
         done = step / steps if steps else (time.monotonic() - begin) / (60 * minutes)
         if done >= 1:
             break
@@ -259,10 +261,10 @@ def _checkpoint(path: Path, params: Params, optimizer, step: int, seconds: float
         export(params, meta)
 
 
-def _load_state(path: Path) -> tuple[Params, dict[str, torch.Tensor], dict]:
+def _load_state(path: Path, device: torch.device) -> tuple[Params, dict[str, torch.Tensor], dict]:
     with safe_open(path, framework="pt") as file:
         meta = json.loads(file.metadata()["progress"])
-        tensors = {k: file.get_tensor(k) for k in file.keys()}
+        tensors = {k: file.get_tensor(k).to(device) for k in file.keys()}
     params = {k.removeprefix("param."): v.clone().requires_grad_() for k, v in tensors.items() if k.startswith("param.")}
     return params, tensors, meta
 

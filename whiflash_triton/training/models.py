@@ -6,7 +6,7 @@ tests hold the two against each other. Parameters are dicts under the canonical 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,9 @@ class Pack:
     features: torch.Tensor
     final: torch.Tensor
 
+    def to(self, device: torch.device) -> Pack:
+        return Pack(*(getattr(self, f.name).to(device) for f in fields(self)))
+
 
 def _heads(x: torch.Tensor, d: int) -> torch.Tensor:
     return x.view(x.shape[0], -1, d)
@@ -53,8 +56,8 @@ def _swiglu(p: Params, x: torch.Tensor, prefix: str) -> torch.Tensor:
 class Rope:
     """cos, sin looked up by position, in float32 training precision or the parameters' own."""
 
-    def __init__(self, config, rows: int, dtype: torch.dtype):
-        half = rope_tables(config.rope, config.head_dim, rows, config.max_position_embeddings)
+    def __init__(self, config, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu"):
+        half = rope_tables(config.rope, config.head_dim, rows, config.max_position_embeddings, device)
         self.cos, self.sin = full_tables(*half, dtype)
 
     def __call__(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -76,7 +79,7 @@ def eagle3_forward(
     same_next = torch.cat((pack.segment[1:], pack.segment.new_full((1,), -2))) == pack.segment
     embedded = rms_norm(F.embedding(following, embed), p["layers.0.input_layernorm.weight"], eps)
     reach = pack.segment[:, None] == pack.segment[None, :]
-    index = torch.arange(n)
+    index = torch.arange(n, device=state.device)
     a, outputs, draft_keys = "layers.0.self_attn.", [], []
     alive = same_next & (pack.segment >= 0)  # slots whose following token is in the row
     learn_next = torch.cat((pack.learn[1:], pack.learn.new_zeros(1)))
@@ -124,12 +127,15 @@ def dflash_forward(p: Params, c: DFlashConfig, embed: torch.Tensor, rope: Rope, 
     size = c.block_size
     features = pack.features[: len(c.taps)].transpose(0, 1).reshape(n, -1)
     context = rms_norm(F.linear(features, p["fc.weight"]), p["hidden_norm.weight"], eps)
-    ids = torch.full((len(anchors), size), c.mask_token_id)
+    device = anchors.device
+    ids = torch.full((len(anchors), size), c.mask_token_id, device=device)
     ids[:, 0] = pack.tokens[anchors]
     x = F.embedding(ids, embed).view(len(anchors) * size, -1)
-    position = (pack.position[anchors][:, None] + torch.arange(size)).view(-1)
-    visible = (pack.segment[anchors][:, None] == pack.segment[None, :]) & (torch.arange(n)[None, :] < anchors[:, None])
-    bias = torch.zeros(len(anchors), 1, n, dtype=x.dtype).masked_fill_(~visible[:, None], float("-inf"))
+    position = (pack.position[anchors][:, None] + torch.arange(size, device=device)).view(-1)
+    visible = (pack.segment[anchors][:, None] == pack.segment[None, :]) & (
+        torch.arange(n, device=device)[None, :] < anchors[:, None]
+    )
+    bias = torch.zeros(len(anchors), 1, n, dtype=x.dtype, device=device).masked_fill_(~visible[:, None], float("-inf"))
     for i in range(c.num_layers):
         a, layer = f"layers.{i}.self_attn.", f"layers.{i}."
 
@@ -171,6 +177,10 @@ def _split_qkv(target: Target, i: int) -> tuple[torch.Tensor, torch.Tensor, torc
     return weight.split([c.num_heads * c.head_dim, kv, kv])
 
 
+def _trainable(params: Params, device: torch.device) -> Params:
+    return {k: v.detach().to(device=device, dtype=torch.float32, copy=True).requires_grad_() for k, v in params.items()}
+
+
 def init_eagle3(c: Eagle3Config, target: Target, draft_ids: torch.Tensor, seed: int) -> Params:
     """Attention (its hidden half), MLP and norms from the target's last layer; fc the identity on the last tap; head its rows."""
     g, h = torch.Generator().manual_seed(seed), c.hidden_size
@@ -191,7 +201,7 @@ def init_eagle3(c: Eagle3Config, target: Target, draft_ids: torch.Tensor, seed: 
     for name, weight in zip("qkv", _split_qkv(target, -1), strict=True):
         embedding_half = torch.randn(weight.shape, generator=g) * 0.02
         p[f"layers.0.self_attn.{name}_proj.weight"] = torch.cat((embedding_half, weight), 1)
-    return {k: v.clone().requires_grad_() for k, v in p.items()}
+    return _trainable(p, target.device)
 
 
 def init_dflash(c: DFlashConfig, target: Target, qk_rms: list[tuple[float, float]], seed: int) -> Params:
@@ -216,4 +226,4 @@ def init_dflash(c: DFlashConfig, target: Target, qk_rms: list[tuple[float, float
         m = f"layers.{i}.mlp."
         p[m + "gate_proj.weight"], p[m + "up_proj.weight"] = gate, up
         p[m + "down_proj.weight"] = layer.down.weights[0].float()
-    return {k: v.clone().requires_grad_() for k, v in p.items()}
+    return _trainable(p, target.device)

@@ -1,0 +1,236 @@
+"""`whiflash train`: features, dflash, eagle3, export, tiny."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..checkpoints import DFlashConfig, Eagle3Config, TargetShape, load_dflash, load_eagle3, save_dflash, save_eagle3
+from ..loading import load_tokenizer, resolve_source
+from ..target import Target
+from ..weights import load_target
+from .data import ROWS_PER_SHARD, Row, read_rows, shard_path, write_features
+from .drafters import RECIPES, dflash_taps, draft_vocabulary, eagle3_taps, train
+from .models import Params
+from .packs import list_shards
+from .tau import held_out_tau
+
+
+def add_train_parser(subparsers) -> None:
+    """Add `train` and its subcommands; each sets `run`, a function of the parsed arguments that returns an exit code."""
+    commands = subparsers.add_parser("train", help="distil drafters from text the target wrote").add_subparsers(
+        dest="what", required=True
+    )
+
+    features = commands.add_parser(
+        "features", help="cache the target's features of a text (train does it too when they are missing)"
+    )
+    _common(features)
+    features.add_argument("--part", default="1/1", metavar="I/N", help="this process's share, to run several side by side")
+    features.set_defaults(run=run_features)
+
+    for kind in ("dflash", "eagle3"):
+        p = commands.add_parser(kind, help=f"train a {kind} drafter; an interrupted run goes on from --out")
+        _common(p)
+        p.add_argument("--out", type=Path, required=True, help="folder of the run: state, log.jsonl, drafter/")
+        length = p.add_mutually_exclusive_group(required=True)
+        length.add_argument("--steps", type=int)
+        length.add_argument("--minutes", type=float)
+        p.add_argument("--lr", type=float, default=RECIPES[kind].lr)
+        p.add_argument("--weight-decay", type=float, default=RECIPES[kind].weight_decay)
+        p.add_argument("--pack-tokens", type=int, default=RECIPES[kind].tokens)
+        p.add_argument("--draft-vocab", type=int, default=12288, help="rows of the drafter's head, the most frequent tokens")
+        p.add_argument("--init", type=Path, help="drafter folder to start from instead of the target's layers")
+        p.add_argument("--eval-minutes", type=float, default=15.0)
+        p.add_argument("--eval-prompts", type=int, default=12)
+        p.add_argument("--seed", type=int, default=0)
+        if kind == "dflash":
+            p.add_argument("--layers", type=int, default=3)
+            p.add_argument("--block-size", type=int, default=8)
+            p.add_argument("--mask-token", type=int, help="an embedding row the text never uses (default: the last special token)")
+            p.add_argument("--anchors", type=int, default=RECIPES[kind].anchors, help="blocks a pack")
+        else:
+            p.add_argument("--unroll", type=int, default=RECIPES[kind].unroll, help="draft steps unrolled in training")
+        p.set_defaults(run=run_train, kind=kind)
+
+    export = commands.add_parser("export", help="rewrite a drafter folder in the published format")
+    export.add_argument("kind", choices=("dflash", "eagle3"))
+    export.add_argument("folder", type=Path)
+    export.add_argument("out", type=Path)
+    export.add_argument("--target", default="smollm2-135m")
+    export.add_argument("--int8", action="store_true", help="matrices as int8 with a scale a row (only this package reads that)")
+    export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    export.set_defaults(run=run_export)
+
+    tiny = commands.add_parser("tiny", help="train the tiny target and its two drafters that the tests use")
+    tiny.add_argument("--out", type=Path, required=True)
+    tiny.add_argument("--threads", type=int)
+    tiny.set_defaults(run=run_tiny)
+
+
+def _common(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--target", default="smollm2-135m", help="hub id, folder or .gguf file")
+    p.add_argument("--data", type=Path, required=True, help="JSON lines with prompt and response, written by the target")
+    p.add_argument("--features", type=Path, required=True, help="folder of the feature cache (about 8 KB a token for the default)")
+    p.add_argument("--max-len", type=int, default=512)
+    p.add_argument("--max-rows", type=int, help="use only so many rows")
+    p.add_argument("--device")
+    p.add_argument("--threads", type=int)
+
+
+def _target(args) -> tuple[Target, object, list[Row], int]:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    source, _ = resolve_source(args.target)
+    target, config = load_target(source, device, torch.float32)
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise ValueError(f"{args.target} has no tokenizer: training reads text")
+    eos = config.eos_token_id
+    end = eos[0] if isinstance(eos, list) else eos
+    if end is None:
+        raise ValueError(f"{args.target} names no eos_token_id: set it in its config.json")
+    rows = read_rows(args.data, tokenizer, end, args.max_len)[: args.max_rows]
+    return target, tokenizer, rows, end
+
+
+def _shared_taps(num_layers: int) -> tuple[int, ...]:
+    return tuple(sorted({*eagle3_taps(num_layers), *dflash_taps(num_layers)}))
+
+
+def _bar(total: int, title: str, unit: str):
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=title, unit=unit, dynamic_ncols=True)
+
+
+def cache_features(target: Target, rows: list[Row], folder: Path, part: tuple[int, int] = (1, 1)) -> None:
+    """Write the missing shards, this process's share of them."""
+    shards = range(part[0] - 1, (len(rows) + ROWS_PER_SHARD - 1) // ROWS_PER_SHARD, part[1])
+    left = [i for i in shards if not shard_path(folder, i).exists()]
+    tokens = sum(len(r.tokens) for i in left for r in rows[i * ROWS_PER_SHARD : (i + 1) * ROWS_PER_SHARD])
+    with _bar(tokens, "features", "tok") as bar:
+        write_features(target, rows, folder, _shared_taps(target.config.num_layers), shards, bar.update)
+
+
+def run_features(args) -> int:
+    index, _, count = args.part.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise ValueError(f"--part {args.part}: give I/N with 1 <= I <= N, as in 1/2")
+    target, _, rows, _ = _target(args)
+    cache_features(target, rows, args.features, (int(index), int(count)))
+    return 0
+
+
+def drafter_config(kind: str, target: Target, vocab: int, layers: int = 3, block_size: int = 8, mask: int = 0):
+    """The shape a new drafter gets: the target's own sizes, published default taps."""
+    t = target.config
+    common = dict(
+        hidden_size=t.hidden_size,
+        intermediate_size=t.intermediate_size,
+        num_heads=t.num_heads,
+        num_kv_heads=t.num_kv_heads,
+        head_dim=t.head_dim,
+        rms_norm_eps=t.rms_norm_eps,
+        rope=t.rope,
+        vocab_size=t.vocab_size,
+        attention_bias=False,
+        max_position_embeddings=t.max_position_embeddings,
+        draft_vocab_size=vocab,
+    )
+    if kind == "eagle3":
+        flags = dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"), False)
+        return Eagle3Config(**common, target_hidden_size=t.hidden_size, taps=eagle3_taps(t.num_layers), **flags)
+    return DFlashConfig(
+        **common, num_layers=layers, block_size=block_size, mask_token_id=mask,
+        taps=dflash_taps(t.num_layers), num_target_layers=t.num_layers,
+    )  # fmt: skip
+
+
+def mask_row(tokenizer, rows: list[Row], vocab: int) -> int:
+    """The highest special token that the text never uses, else the table's last row."""
+    used = {t for r in rows for t in r.tokens}
+    free = [i for i in tokenizer.all_special_ids if i < vocab and i not in used] + [
+        i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special and i < vocab and i not in used
+    ]
+    if not free and vocab - 1 in used:
+        raise ValueError("every special token and the last embedding row occur in the text: give --mask-token")
+    return max(free) if free else vocab - 1
+
+
+def save_drafter(kind: str, folder: Path, config, params: Params, ids: torch.Tensor, **options) -> None:
+    state = {k: v.detach().cpu() for k, v in params.items() if k != "draft_ids"} | {"draft_ids": ids.cpu()}
+    (save_eagle3 if kind == "eagle3" else save_dflash)(folder, config, state, **options)
+
+
+def run_train(args) -> int:
+    kind = args.kind
+    target, tokenizer, rows, end = _target(args)
+    cache_features(target, rows, args.features)
+    t = target.config
+    if args.init is not None:
+        config, tensors = _load(kind, args.init, target)
+        ids = tensors.pop("draft_ids")
+        init = {k: v.float().to(target.device).requires_grad_() for k, v in tensors.items()}
+    else:
+        ids, init = draft_vocabulary(list_shards(args.features)[1:], args.draft_vocab, t.vocab_size), None
+        more = {}
+        if kind == "dflash":
+            mask = args.mask_token if args.mask_token is not None else mask_row(tokenizer, rows, t.vocab_size)
+            more = dict(layers=args.layers, block_size=args.block_size, mask=mask)
+        config = drafter_config(kind, target, len(ids), **more)
+    ids = ids.to(target.device)
+    recipe = replace(RECIPES[kind], lr=args.lr, weight_decay=args.weight_decay, tokens=args.pack_tokens, seed=args.seed)
+    recipe = replace(recipe, anchors=args.anchors) if kind == "dflash" else replace(recipe, unroll=args.unroll)
+    size = config.block_size - 1 if kind == "dflash" else 5
+
+    def export(params: Params, progress: dict) -> None:
+        save_drafter(kind, args.out / "drafter", config, params, ids, dtype=torch.float32)
+        (args.out / "drafter" / "training.json").write_text(json.dumps(progress | {"seed": args.seed}) + "\n")
+
+    def evaluate(params: Params) -> float:
+        return held_out_tau(kind, target, config, params, ids, args.features, end, size, args.eval_prompts, 64)
+
+    with _bar(1000, f"train {kind}", "‰") as bar:
+
+        def progress(done: float, loss: float, hits: list[float]) -> None:
+            bar.set_postfix_str(f"loss {loss:.3f} hits {' '.join(f'{h:.2f}' for h in hits[:4])}")
+            bar.update(round(1000 * done) - bar.n)
+
+        train(
+            kind, target, config, ids, args.features, args.out, args.steps, args.minutes, recipe, init=init, export=export,
+            evaluate=evaluate, evaluate_minutes=args.eval_minutes, progress=progress,
+        )  # fmt: skip
+    return 0
+
+
+def _load(kind: str, folder: Path, target: Target):
+    t = target.config
+    return (load_eagle3 if kind == "eagle3" else load_dflash)(folder, target=TargetShape(t.num_layers, t.hidden_size, t.vocab_size))
+
+
+def run_export(args) -> int:
+    source, _ = resolve_source(args.target)
+    target, _ = load_target(source, torch.device("cpu"), torch.float32)
+    config, tensors = _load(args.kind, args.folder, target)
+    writer = save_eagle3 if args.kind == "eagle3" else save_dflash
+    writer(args.out, config, tensors, int8=args.int8, dtype=getattr(torch, args.dtype))
+    progress = args.folder / "training.json"
+    if progress.exists():
+        (args.out / "training.json").write_text(progress.read_text())
+    print(f"wrote {args.out}")
+    return 0
+
+
+def run_tiny(args) -> int:
+    from .tiny import make_tiny
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    make_tiny(args.out)
+    return 0
