@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from .stats import Output, Round, Stats
 from .target import Target
 from .weights import load_target
 
-_GREEDY_ONLY = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+_ONLY = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "use_cache": True}
 _IGNORED_WHEN_GREEDY = ("temperature", "top_p", "top_k")
 
 
@@ -46,10 +47,10 @@ class WhiFlashDecoder:
     ):
         self.target, self.tokenizer, self.drafters, self.router = target, tokenizer, drafters, router
         self.max_cache_len, self.eos_token_ids = max_cache_len, eos_token_ids
-        for arm in router.arms:
-            self._check_arm(arm)
+        self._check_arms(router)
         draft_rows = 1 + max([arm.size for arm in router.arms] + [d.max_draft for d in drafters.values()])
         self.cache = target.new_cache(max_cache_len, draft_rows)
+        self._active: Stream | None = None  # the one that owns the caches
 
     @classmethod
     def from_pretrained(
@@ -74,9 +75,9 @@ class WhiFlashDecoder:
         taps a checkpoint resolves to (hidden_states indices).
         Errors: FileNotFoundError, ValueError (CheckpointError for drafter files), each naming what to change.
         """
-        live = hasattr(target, "state_dict")
-        device = torch.device(device) if device else (target.device if live else _default_device())
-        dtype = _dtype(dtype, device) if not live else target.dtype
+        if max_cache_len < 1:
+            raise ValueError(f"max_cache_len {max_cache_len}: give the rows of prompt and answer together, at least 1")
+        device, dtype = _place(target, device, dtype)
         source, assets = resolve_source(target)
         model, config = load_target(source, device, dtype)
         drafters = load_drafters(
@@ -95,18 +96,20 @@ class WhiFlashDecoder:
     def use_router(self, router: str | Path | Router, threshold: float | None = None) -> None:
         """Change the router between generations; the same spellings as `from_pretrained`."""
         chosen = build_router(router, self.drafters, self.target, threshold)
-        for arm in chosen.arms:
-            self._check_arm(arm)
+        self._check_arms(chosen)
         self.router = chosen
 
-    def _check_arm(self, arm: Arm) -> None:
-        if arm.kind == "ar":
-            return
-        if arm.kind not in self.drafters:
-            raise ValueError(f"arm {arm} needs a {arm.kind} drafter, and none is loaded: give {arm.kind}=... to from_pretrained")
-        limit = self.drafters[arm.kind].max_draft
-        if arm.size > limit:
-            raise ValueError(f"arm {arm} drafts more than this drafter can: at most {arm.kind}:{limit}")
+    def _check_arms(self, router: Router) -> None:
+        if not router.arms:
+            raise ValueError(f"{type(router).__name__} lists no arm it could choose: set its `arms`")
+        for arm in router.arms:
+            if arm.kind == "ar":
+                continue
+            if arm.kind not in self.drafters:
+                raise ValueError(f"arm {arm} needs a {arm.kind} drafter, none is loaded: give {arm.kind}=... to from_pretrained")
+            limit = self.drafters[arm.kind].max_draft
+            if not 1 <= arm.size <= limit:
+                raise ValueError(f"arm {arm} is out of range: this drafter drafts {arm.kind}:1 to {arm.kind}:{limit}")
 
     def generate(self, prompt, **options) -> Output:
         """prompt: str (chat-templated where the tokenizer has a template), chat messages, or input ids (list or tensor).
@@ -161,7 +164,8 @@ class WhiFlashDecoder:
             yield Piece(rest, [], [], None)
 
     def _new_stream(self) -> Stream:
-        return Stream(self.target, self.drafters, self.router, self.cache)
+        self._active = Stream(self.target, self.drafters, self.router, self.cache)
+        return self._active
 
     @torch.inference_mode()
     def _first(self, stream: Stream, ids: list[int]) -> Step:
@@ -169,6 +173,11 @@ class WhiFlashDecoder:
 
     @torch.inference_mode()
     def _next(self, stream: Stream, max_draft: int) -> Step:
+        if stream is not self._active:
+            raise RuntimeError(
+                "another generation has started on this decoder, which holds one stream at a time: "
+                "finish one before the next, or load a second decoder"
+            )
         return stream.round(max_draft)
 
     def _steps(self, stream: Stream, ids: list[int], limit: int, stops: set[int]) -> Iterator[Step]:
@@ -180,37 +189,33 @@ class WhiFlashDecoder:
             step.tokens, step.arms = step.tokens[:keep], step.arms[:keep]
             count += keep
             if step.round is not None:
-                step.round.committed = keep
+                step.round.committed, step.round.accepted = keep, min(step.round.accepted, keep)
             yield step
             if cut is not None or count >= limit:
                 return
             step = self._next(stream, min(limit - count - 1, self.max_cache_len - stream.cache.length - 1))
 
     def _prepare(self, prompt, options: dict) -> tuple[list[int], int, set[int], object]:
-        options = dict(options)
-        ids = self._encode(prompt, options.pop("chat_template_kwargs", None))
+        options = {name: value for name, value in options.items() if value is not None}  # None is transformers' "not given"
+        ids = self._encode(prompt, options.pop("chat_template_kwargs", {}))
         config, given = options.pop("generation_config", None), set(options)
         if config is not None:
-            options = {k: v for k, v in config.to_diff_dict().items() if v is not None and not k.startswith("_")} | options
-            for name in ("transformers_version", "bos_token_id", "pad_token_id"):
-                options.pop(name, None)
+            options = _config_options(config) | options
         streamer = options.pop("streamer", None)
-        eos = options.pop("eos_token_id", None)
-        new, total = options.pop("max_new_tokens", None), options.pop("max_length", None)
-        for name, value in _GREEDY_ONLY.items():
-            if options.pop(name, value) not in (value, None):
+        stops = _ids_of("eos_token_id", options.pop("eos_token_id", self.eos_token_ids))
+        new, total = (_whole(name, options.pop(name, None)) for name in ("max_new_tokens", "max_length"))
+        for name, value in _ONLY.items():
+            if options.pop(name, value) != value:
                 raise ValueError(f"{name}: only {value} is supported")
         for name in _IGNORED_WHEN_GREEDY:  # transformers ignores a config's sampling fields when do_sample is False
-            if name in options and name not in given:
-                options.pop(name)
+            if name not in given:
+                options.pop(name, None)
         if options:
             raise ValueError(
                 f"not supported: {', '.join(sorted(options))}; decoding is greedy and takes max_new_tokens, max_length, "
                 "eos_token_id, streamer and generation_config"
             )
-        stops = set(self.eos_token_ids if eos is None else [eos] if isinstance(eos, int) else list(eos))
-        limit = self._limit(len(ids), new, total)
-        return ids, limit, stops, streamer
+        return ids, self._limit(len(ids), new, total), set(stops), streamer
 
     def _limit(self, prompt: int, new: int | None, total: int | None) -> int:
         room = self.max_cache_len - prompt + 1  # the newest token needs no row
@@ -219,7 +224,7 @@ class WhiFlashDecoder:
                 f"a prompt of {prompt} tokens does not fit max_cache_len {self.max_cache_len}: shorten it or raise max_cache_len"
             )
         if new is None:
-            new = 256 if total is None else total - prompt
+            new = min(256, room) if total is None else total - prompt
         if new < 1:
             raise ValueError(f"nothing to generate: max_new_tokens {new} (prompt of {prompt} tokens, max_length {total})")
         if new > room:
@@ -229,23 +234,24 @@ class WhiFlashDecoder:
             )
         return new
 
-    def _encode(self, prompt, template_kwargs: dict | None) -> list[int]:
+    def _encode(self, prompt, template_kwargs: dict) -> list[int]:
+        messages = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
+        if template_kwargs and not (messages or isinstance(prompt, str) and self._has_template()):
+            raise ValueError("chat_template_kwargs: this prompt goes through no chat template")
         if isinstance(prompt, torch.Tensor):
-            if prompt.dim() == 2 and prompt.shape[0] != 1:
-                raise ValueError(f"batch of {prompt.shape[0]}: one stream at a time, batch size 1")
+            if prompt.dim() > 2 or (prompt.dim() == 2 and prompt.shape[0] != 1):
+                raise ValueError(f"input ids of shape {list(prompt.shape)}: one stream at a time, batch size 1")
             ids = prompt.flatten().tolist()
-        elif isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+        elif messages:
             ids = self._chat(list(prompt), template_kwargs)
         elif isinstance(prompt, (list, tuple)):
-            if prompt and not isinstance(prompt[0], int):
-                raise ValueError("input ids must be one flat list of integers: one stream at a time, batch size 1")
             ids = list(prompt)
         elif isinstance(prompt, str):
             if not prompt:
                 raise ValueError("the prompt is empty: give some text")
             if self.tokenizer is None:
                 raise ValueError("this decoder has no tokenizer: give input ids, or pass tokenizer= to from_pretrained")
-            if getattr(self.tokenizer, "chat_template", None):
+            if self._has_template():
                 ids = self._chat([{"role": "user", "content": prompt}], template_kwargs)
             else:
                 ids = list(self.tokenizer(prompt)["input_ids"])
@@ -253,25 +259,61 @@ class WhiFlashDecoder:
             raise TypeError(f"prompt must be text, chat messages or input ids, not {type(prompt).__name__}")
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
+        try:
+            ids = [operator.index(token) for token in ids]
+        except TypeError:
+            raise ValueError("input ids must be one flat list of integers: one stream at a time, batch size 1") from None
         vocab = self.target.config.vocab_size
         if not 0 <= min(ids) <= max(ids) < vocab:
             raise ValueError(f"input ids must lie in 0..{vocab - 1}, found {min(ids)}..{max(ids)}")
         return ids
 
-    def _chat(self, messages: list[dict], template_kwargs: dict | None) -> list[int]:
-        if not getattr(self.tokenizer, "chat_template", None):
+    def _has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def _chat(self, messages: list[dict], template_kwargs: dict) -> list[int]:
+        if not self._has_template():
             raise ValueError("the tokenizer has no chat template: give text or input ids instead of messages")
-        encoded = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, **(template_kwargs or {})
-        )
-        return list(encoded)
+        options = {"add_generation_prompt": True, "return_dict": False} | template_kwargs
+        return list(self.tokenizer.apply_chat_template(messages, **options))
 
     def _decode(self, tokens: list[int]) -> str:
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _config_options(config) -> dict:
+    """What a GenerationConfig sets, without what has no meaning for one stream."""
+    if not hasattr(config, "to_diff_dict"):
+        raise TypeError(f"generation_config must be a transformers GenerationConfig, not {type(config).__name__}")
+    inert = ("transformers_version", "bos_token_id", "pad_token_id")
+    return {k: v for k, v in config.to_diff_dict().items() if v is not None and not k.startswith("_") and k not in inert}
+
+
+def _whole(name: str, value) -> int | None:
+    try:
+        return None if value is None else operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, not {value!r}") from None
+
+
+def _ids_of(name: str, value) -> list[int]:
+    """One id, several, or a tensor of them."""
+    values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
+    return [_whole(name, token) for token in (values if isinstance(values, (list, tuple, set)) else [values])]
+
+
+def _place(target, device, dtype) -> tuple[torch.device, torch.dtype]:
+    """Where and in what the target runs; a live model stays what it is."""
+    if not hasattr(target, "state_dict"):
+        device = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return device, _dtype(dtype, device)
+    if not hasattr(target, "config") or not hasattr(target, "device"):
+        raise TypeError(f"a live target must be a transformers PreTrainedModel, not {type(target).__name__}")
+    if dtype is not None and _dtype(dtype, target.device) != target.dtype:
+        raise ValueError(f"dtype {dtype}: a live model lends its weights as they are, {target.dtype}; call model.to(dtype) first")
+    if device is not None and torch.device(device).type != target.device.type:
+        raise ValueError(f"device {device}: a live model lends its weights where they are, {target.device}; move it first")
+    return target.device, target.dtype
 
 
 def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:

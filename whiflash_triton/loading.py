@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import torch
@@ -78,8 +79,16 @@ def default_lengths(drafters: dict[str, Drafter], device: torch.device) -> dict[
 
 
 def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: float | None = None) -> Router:
-    """spec: a Router, "static:<arm>", "entropy", a router checkpoint (hub id, folder, .safetensors), or "auto"."""
+    """spec: a Router, "static:<arm>", "entropy", a router checkpoint (hub id, folder, .safetensors), or "auto".
+
+    threshold belongs to the entropy and neural routers; ValueError where nothing would read it.
+    """
+    if threshold is not None and not math.isfinite(threshold):
+        raise ValueError(f"router threshold {threshold}: give a finite number")
+    unused = f"router threshold {threshold}: a static router and a Router object have no use for it"
     if not isinstance(spec, (str, Path)):
+        if threshold is not None:
+            raise ValueError(unused)
         if not hasattr(spec, "choose") or not hasattr(spec, "arms"):
             raise TypeError(f"a router needs `arms` and `choose(state)`; got {type(spec).__name__}")
         return spec
@@ -89,15 +98,17 @@ def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: 
         kinds = list(drafters)
         text = "entropy" if len(kinds) == 2 else f"static:{kinds[0]}" if kinds else "static:ar"
     if text.startswith("static:"):
+        if threshold is not None:
+            raise ValueError(unused)
         kind = text.removeprefix("static:").partition(":")[0]
         if kind in ("dflash", "eagle3") and kind not in drafters:
             raise ValueError(f"router {text!r} needs a {kind} drafter, and none is loaded: give {kind}=... to from_pretrained")
         return StaticRouter(parse_arm(text.removeprefix("static:"), lengths))
+    if text != "entropy" and not Path(text).exists() and "/" not in text:
+        raise ValueError(f"unknown router {text!r}: static:<arm>, entropy, or a router checkpoint (hub id, folder or .safetensors)")
     pair = _pair(text, drafters, lengths)
     if text == "entropy":
         return EntropyRouter(*pair) if threshold is None else EntropyRouter(*pair, threshold=threshold)
-    if not Path(text).exists() and "/" not in text:
-        raise ValueError(f"unknown router {text!r}: static:<arm>, entropy, or a router checkpoint (hub id, folder or .safetensors)")
     config, tensors = load_router(spec, hidden_size=target.config.hidden_size)
     return NeuralRouter(config, tensors, *pair, device=target.device, threshold=threshold)
 

@@ -7,7 +7,6 @@ length + its pending rows == start, for every drafter, whichever arm ran.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -59,14 +58,6 @@ class Stream:
         self.state = RoundState(hidden[0, -1], sample.entropy[0], tokens.shape[1], {})
         return Step([self._host(sample.token)[0]], [Arm("ar")], None)
 
-    def rounds(self, room: int | None = None) -> Iterator[Step]:
-        """One Step a round, endlessly; the caller stops. room: rows the cache may still take, its own limit by default."""
-        while True:
-            left = (self.cache.rows if room is None else room) - self.cache.length
-            if left < 1:
-                return
-            yield self.round(left - 1)
-
     def round(self, max_draft: int) -> Step:
         """max_draft: drafts that still fit the cache beside the anchor."""
         times, begin = {}, time.perf_counter()
@@ -77,7 +68,7 @@ class Stream:
             times[phase], begin = (now - begin) * 1e3, now
 
         self.state.pending = {name: d.pending for name, d in self.drafters.items()}
-        arm = self.router.choose(self.state)
+        arm = self._arm(max_draft)
         lap("route")
         caught_up = self.state.pending.get(arm.kind, 0)
         tree = self._draft(arm, max_draft)
@@ -102,8 +93,16 @@ class Stream:
         lap("commit")
         return Step(new, [arm] * (kept - 1) + [Arm("ar")], Round(arm, tree.size - 1, kept - 1, kept, caught_up, times))
 
+    def _arm(self, max_draft: int) -> Arm:
+        """The router's choice, or `ar` where no draft fits."""
+        arm = self.router.choose(self.state)
+        if arm not in self.router.arms:
+            listed = ", ".join(map(str, self.router.arms))
+            raise ValueError(f"{type(self.router).__name__} chose {arm}, which its arms do not list: {listed}")
+        return arm if max_draft >= 1 else Arm("ar")
+
     def _draft(self, arm: Arm, max_draft: int) -> DraftTree:
-        if arm.kind == "ar" or max_draft < 1:
+        if arm.kind == "ar":
             return chain(self.anchor)
         return self.drafters[arm.kind].draft(self.anchor, min(arm.size, max_draft))
 

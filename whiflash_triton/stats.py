@@ -13,7 +13,8 @@ PHASES = ("route", "draft", "verify", "accept", "commit")
 
 @dataclass
 class Round:
-    """drafted, accepted: draft tokens, without anchor and bonus; committed: tokens the text kept; caught_up: rows ingested first."""
+    """drafted, accepted: draft tokens, without anchor and bonus; committed: tokens the text kept, bonus included;
+    caught_up: pending rows the arm ingested first. Tokens after a stop count nowhere."""
 
     arm: Arm
     drafted: int

@@ -1,0 +1,178 @@
+"""Test doubles for rounds: a drafter that knows the text, a router that throws dice, a streamer that keeps what it is given."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tests.tiny import dflash, eagle3, hf_model
+from whiflash_triton.arms import Arm
+from whiflash_triton.cache import KVCache
+from whiflash_triton.drafters.dflash import DFlashDrafter
+from whiflash_triton.drafters.eagle3 import Eagle3Drafter
+from whiflash_triton.routers.static import StaticRouter
+from whiflash_triton.scheduler import Stream
+from whiflash_triton.tree import DraftTree, chain, from_parents
+from whiflash_triton.weights import load_target
+
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def models(family: str, dtype=torch.float64, seed: int = 0, **changes):
+    """(transformers model, our target over the same weights)."""
+    model = hf_model(family, dtype, seed=seed, **changes)
+    return model, load_target(model, CPU, dtype)[0]
+
+
+def prompt_ids(n: int = 7, seed: int = 0, vocab: int = 211) -> list[int]:
+    return torch.randint(3, vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def hf_generate(model, prompt: list[int], **options) -> list[int]:
+    """Prompt and continuation as transformers decodes it greedily."""
+    with torch.no_grad():
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **options)
+    return out[0].tolist()
+
+
+class OracleDrafter:
+    """Drafts the next tokens of `text` and gets exactly `rights` of them right, one number a call.
+
+    branching: the right tokens hide in a tree among wrong siblings, whose own children tempt with tokens right for their depth.
+    """
+
+    taps = (1,)
+
+    def __init__(self, text: list[int], rights: Iterator[int], rows: int, branching: bool = False, seed: int = 0, vocab=211):
+        self.text, self.rights, self.branching = text, rights, branching
+        self.rng, self.vocab, self.max_draft = random.Random(seed), vocab, 9
+        self.cache = KVCache(1, 1, 2, rows, 1, torch.float32, CPU)
+        self.tokens: list[int] = []
+        self.seen: list[int] = []
+        self.promised: list[int] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self.seen) - len(self.tokens)
+
+    def reset(self) -> None:
+        self.cache.set_length(0)
+        self.tokens, self.seen = [], []
+
+    def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
+        assert features.shape[:3] == (1, 1, tokens.shape[1]) and bool(features.isfinite().all())
+        self.seen += tokens[0].tolist()
+
+    def draft(self, anchor: torch.Tensor, size: int) -> DraftTree:
+        start = len(self.seen)
+        assert self.seen == self.text[:start] and anchor.tolist() == [[self.text[start]]]
+        self.tokens = list(self.seen)
+        self.cache.set_length(start)
+        truth = self.text[start + 1 : start + 2 + size]
+        right = min(next(self.rights), size)
+        self.promised.append(right)
+        if not self.branching:
+            tokens = [wrong if i == right else t for i, (t, wrong) in enumerate(zip(truth[:size], map(self._not, truth)))]  # noqa: B905
+            return chain(torch.tensor([[int(anchor), *tokens]]))
+        tokens, parents, depths, spine = [int(anchor)], [-1], [0], [0]
+        order = ["right"] * right + ["wrong"] * (size - right)
+        self.rng.shuffle(order)
+        for kind in order:
+            parent = spine[-1] if kind == "right" else self.rng.randrange(len(tokens))
+            token = truth[depths[parent]]
+            if kind == "right":
+                spine.append(len(tokens))
+            elif parent in spine:
+                token = self._not(token)
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+        return from_parents(torch.tensor([tokens]), parents)
+
+    def _not(self, token: int) -> int:
+        return (token + self.rng.randrange(1, self.vocab)) % self.vocab
+
+
+class RandomRouter:
+    """Another arm every round."""
+
+    def __init__(self, arms: list[Arm], seed: int = 0):
+        self.arms, self.rng = tuple(arms), random.Random(seed)
+
+    def choose(self, state) -> Arm:
+        return self.rng.choice(self.arms)
+
+
+class Recorder:
+    """A transformers streamer that keeps every value and counts its ends."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.ends, "put after end"
+        self.values.append(value)
+
+    def end(self) -> None:
+        self.ends += 1
+
+    @property
+    def tokens(self) -> list[int]:
+        """What came after the prompt."""
+        return [token for value in self.values[1:] for token in value.tolist()]
+
+
+def build(kind: str, target, rows: int, scratch: bool, pending_limit: int = 10**6):
+    """A random DFlash or EAGLE-3 drafter."""
+    parts, cls = (dflash(target), DFlashDrafter) if kind == "dflash" else (eagle3(target, qk_norm=True), Eagle3Drafter)
+    return cls(*parts, target, rows=rows, pending_limit=pending_limit, scratch=scratch)
+
+
+def check_invariants(stream: Stream, committed: list[int]) -> None:
+    """design: one committed token has no row yet; every cache and queue agrees with the text, on host and device."""
+    start = len(committed) - 1
+    assert stream.cache.length == start == stream.state.position
+    assert stream.cache.lengths.tolist() == [start]
+    assert stream.anchor.tolist() == [[committed[-1]]]
+    assert bool(stream.state.hidden.isfinite().all()) and float(stream.state.entropy) >= 0
+    for name, drafter in stream.drafters.items():
+        known = drafter.cache.length
+        assert known + drafter.pending == start, name
+        assert drafter.cache.lengths.tolist() == [known], name
+        first = 1 if name == "eagle3" else 0  # EAGLE-3 embeds the token that follows
+        assert drafter.tokens == committed[first : known + first], name
+
+
+def poison(stream: Stream) -> None:
+    """Whatever is not committed becomes NaN."""
+    for cache in (stream.cache, *(drafter.cache for drafter in stream.drafters.values())):
+        cache.poison()
+
+
+def run(stream: Stream, prompt: list[int], new: int, every_round: Callable | None = None) -> tuple[list[int], list]:
+    """(committed tokens, rounds) of at least `new` new tokens, invariants checked and rows poisoned after every round."""
+    with torch.no_grad():
+        step = stream.start(torch.tensor([prompt]))
+        committed, rounds = prompt + step.tokens, []
+        check_invariants(stream, committed)
+        poison(stream)
+        while len(committed) < len(prompt) + new:
+            step = stream.round(stream.cache.rows - stream.cache.length - 1)
+            committed += step.tokens
+            rounds.append(step.round)
+            assert len(step.tokens) == len(step.arms) == step.round.committed == step.round.accepted + 1
+            check_invariants(stream, committed)
+            poison(stream)
+            if every_round is not None:
+                every_round(step, committed)
+    return committed, rounds
+
+
+def static(kind: str, size: int) -> StaticRouter:
+    return StaticRouter(Arm(kind, size))
