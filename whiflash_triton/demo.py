@@ -57,7 +57,7 @@ def run(decoder, args) -> int:
     if not decoder.drafters:
         raise ValueError("the demo compares drafters and none is loaded: give --dflash, --eagle3 or both")
     prompts = PROMPTS if args.prompts is None else read_prompts(args.prompts)
-    encoded = [(kind, text, decoder._encode(text, None)) for kind, text in prompts]
+    encoded = [(kind, text, decoder._encode(text, {})) for kind, text in prompts]
     setup = {"machine": describe_machine()} | describe_decoder(decoder)
     sides, routed = make_sides(decoder, None if args.no_transformers else args.target)
     show = Show(decoder, quiet=args.json)

@@ -136,6 +136,5 @@ def print_agreement(report: dict) -> None:
         return
     print("TEXTS DIFFER, which must not happen in this dtype:")
     for d in report["differences"]:
-        print(
-            f"  {d['side']}, prompt {d['prompt'] + 1} ({d['kind']}), token {d['position']}: {d['token']}, plain {d['plain_token']}"
-        )
+        where = f"{d['side']}, prompt {d['prompt'] + 1} ({d['kind']}), new token {d['position'] + 1}"
+        print(f"  {where}: {d['token']}, plain {d['plain_token']}")

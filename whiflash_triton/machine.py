@@ -13,6 +13,7 @@ from . import ops
 from .cache import KVCache
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
+_PACKAGES = ("whiflash-triton", "torch", "triton", "transformers")
 
 
 def describe_machine() -> dict:
@@ -33,9 +34,6 @@ def describe_machine() -> dict:
     }
 
 
-_PACKAGES = ("whiflash-triton", "torch", "triton", "transformers")
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -43,8 +41,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def tensor_bytes(*objects) -> int:
-    """Bytes of every tensor reachable through attributes, lists, tuples and dictionaries; shared storages once, caches not."""
+def tensor_bytes(*objects, packed: bool = False) -> int:
+    """Bytes of every tensor reachable through attributes, lists, tuples and dictionaries; shared storages once, caches not.
+
+    packed: the copies that MKL laid out its own way (at the size of their weights) instead of the plain tensors.
+    """
     storages: dict[int, int] = {}
     seen: set[int] = set()
     todo = list(objects)
@@ -54,8 +55,10 @@ def tensor_bytes(*objects) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            if item.is_mkldnn and packed:
+                storages[id(item)] = item.nelement() * item.element_size()
+            elif not item.is_mkldnn and not packed:
+                storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif isinstance(item, dict):
             todo += item.values()
         elif isinstance(item, (list, tuple)):
@@ -76,6 +79,7 @@ def describe_decoder(decoder) -> dict:
             "taps": list(d.taps),
             "draft_length": {"default": lengths[name], "max": d.max_draft},
             "weight_bytes": tensor_bytes(decoder.target, d) - shared,
+            "packed_bytes": tensor_bytes(decoder.target, d, packed=True) - tensor_bytes(decoder.target, packed=True),
             "cache_bytes": cache_bytes(d.cache),
         }
         for name, d in decoder.drafters.items()
@@ -88,6 +92,7 @@ def describe_decoder(decoder) -> dict:
         "dtype": str(decoder.target.dtype).removeprefix("torch."),
         "device": str(decoder.target.device),
         "weight_bytes": shared,
+        "packed_bytes": tensor_bytes(decoder.target, packed=True),
         "cache_bytes": cache_bytes(decoder.cache),
         "max_cache_len": decoder.max_cache_len,
     }
