@@ -84,9 +84,7 @@ def _resolve(kernel: str, device: str, fields: tuple[tuple[str, int | str], ...]
             _, distance, text, config = min(ranked, key=lambda row: row[:3])
             log.info("%s at %s: %s entry %s of %s", kernel, key, "nearest" if distance else "exact", text, folder)
             return config
-    raise LookupError(
-        f"no launch options for kernel {kernel!r} at {key}: add an entry to configs/default/{kernel}.json"
-    )
+    raise LookupError(f"no launch options for kernel {kernel!r} at {key}: add an entry to configs/default/{kernel}.json")
 
 
 def _distance(entry: dict[str, int | str], key: dict[str, int | str], discrete: list[str]) -> float | None:

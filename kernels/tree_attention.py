@@ -181,10 +181,11 @@ def tree_attention(
     N = k_tree.shape[2]
     _check(q, k_cache, v_cache, cache_len, k_tree, v_tree, words, depths, window, q0)
     group = Hq // Hkv
-    options = pick("tree_attention", D=D, M=max(16, triton.next_power_of_2(T * group)), dtype=q.dtype)
+    BLOCK_D = max(16, triton.next_power_of_2(D))
+    options = pick("tree_attention", D=BLOCK_D, M=max(16, triton.next_power_of_2(T * group)), dtype=q.dtype)
     tiles = triton.cdiv(T * group, options["BLOCK_M"]) * Hkv
     splits = split_count(tiles * B, min(S, window) if window else S)
-    shape = {"HEADS": Hkv, "GROUP": group, "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D))}
+    shape = {"HEADS": Hkv, "GROUP": group, "D": D, "BLOCK_D": BLOCK_D}
     part = torch.empty(B, splits + 1, Hkv, T * group, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, splits + 1, Hkv, T * group, dtype=torch.float32, device=q.device)
     out = torch.empty(B, T, Hq, D, dtype=q.dtype, device=q.device)
