@@ -176,3 +176,17 @@ def test_corrupt_and_mismatched_files_are_named(tmp_path):
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\].*unknown \['model.layers.0.self_attn.extra.weight'\]"):
         load_target(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9, 16, 32, 33])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linear_equals_plain(rows, bias):
+    from whiflash_triton.layers import Linear
+
+    g = torch.Generator().manual_seed(rows)
+    w, b = torch.randn(40, 24, generator=g), torch.randn(40, generator=g) if bias else None
+    linear = Linear([w], [b])
+    linear.pack()
+    x = torch.randn(1, rows, 24, generator=g)
+    expected = torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double())
+    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)

@@ -111,6 +111,18 @@ class Target:
         self.lm_head = Linear([head])
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def weight_bytes(self) -> int:
+        """Bytes that one forward reads: every weight once, the embedding table only if it is the head too."""
+        layers = [w for la in self.layers for li in (la.qkv, la.o, la.gate_up, la.down) for w in li.weights]
+        return sum(w.numel() * w.element_size() for w in (*layers, self.head))
+
+    def pack(self) -> None:
+        """Lay the weights out for verification on a float32 CPU; they are kept twice."""
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                linear.pack()
+        self.lm_head.pack()
+
     @property
     def device(self) -> torch.device:
         return self.embed.device

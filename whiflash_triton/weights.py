@@ -11,6 +11,7 @@ import torch
 from .layers import Linear
 from .target import Layer, Target, TargetConfig, target_config
 
+PACK_BYTES = 2 << 30
 Getter = Callable[[str], torch.Tensor]
 
 
@@ -27,13 +28,20 @@ def load_target(source, device: torch.device, dtype: torch.dtype, revision: str 
         from .gguf_format import read_gguf
 
         config, tensors = read_gguf(path)
-        return _from_tensors(config, tensors.keys(), tensors.__getitem__, device, dtype), config
+        return _packed(_from_tensors(config, tensors.keys(), tensors.__getitem__, device, dtype)), config
     folder = resolve_folder(str(source), revision)
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
     names, get = open_safetensors(folder)
-    return _from_tensors(config, names, get, device, dtype), config
+    return _packed(_from_tensors(config, names, get, device, dtype)), config
+
+
+def _packed(target: Target) -> Target:
+    """Pack the weights of a small target for verification on CPU; a large one would not fit twice."""
+    if target.weight_bytes() <= PACK_BYTES:
+        target.pack()
+    return target
 
 
 def resolve_folder(source: str, revision: str | None = None) -> Path:
