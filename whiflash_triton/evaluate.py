@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -193,7 +192,8 @@ def _table(report: dict) -> str:
         speed = r["tokens_per_second"]
         lines.append(
             f"{r['router']:<20}{r['tau']:>7.3f}{speed:>9.2f}{speed / plain if plain else float('nan'):>9.2f}"
-            f"{speed / peer if peer else float('nan'):>7.2f}{len(r['different']) if peer else '-':>11}{len(r['ties']) if peer else '-':>6}"
+            f"{speed / peer if peer else float('nan'):>7.2f}"
+            f"{len(r['different']) if peer else '-':>11}{len(r['ties']) if peer else '-':>6}"
         )
     lines += [f"  {r['router']}: {text}" for r in report["results"] for text in r["different"] + r["ties"]]
     return "\n".join(lines)
