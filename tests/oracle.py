@@ -176,3 +176,21 @@ def run(stream: Stream, prompt: list[int], new: int, every_round: Callable | Non
 
 def static(kind: str, size: int) -> StaticRouter:
     return StaticRouter(Arm(kind, size))
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'LOUD ' if loud else '' }}assistant: {% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = TEMPLATE):
+    """Token = byte, 256 of them and four special ones, so that characters break across tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {"eos_token": "<|end|>", "additional_special_tokens": ["<|a|>", "<|b|>", "<|c|>"]}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=chat_template, **special)

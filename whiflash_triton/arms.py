@@ -30,6 +30,6 @@ def parse_arm(text: str, defaults: dict[str, int] | None = None) -> Arm:
         if not defaults or kind not in defaults:
             raise ValueError(f"arm {text!r} needs a draft length, as in {kind}:4")
         return Arm(kind, defaults[kind])
-    if not size.isdigit() or int(size) < 1:
+    if not (size.isascii() and size.isdigit()) or int(size) < 1:
         raise ValueError(f"arm {text!r}: the draft length must be a whole number of at least 1")
     return Arm(kind, int(size))

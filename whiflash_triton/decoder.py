@@ -282,11 +282,12 @@ class WhiFlashDecoder:
 
 
 def _config_options(config) -> dict:
-    """What a GenerationConfig sets, without what has no meaning for one stream."""
+    """What a GenerationConfig sets, without what is switched off or has no meaning for one stream."""
     if not hasattr(config, "to_diff_dict"):
         raise TypeError(f"generation_config must be a transformers GenerationConfig, not {type(config).__name__}")
     inert = ("transformers_version", "bos_token_id", "pad_token_id")
-    return {k: v for k, v in config.to_diff_dict().items() if v is not None and not k.startswith("_") and k not in inert}
+    given = {k: v for k, v in config.to_diff_dict().items() if not k.startswith("_") and k not in inert}
+    return {k: v for k, v in given.items() if v is not None and v is not False}
 
 
 def _whole(name: str, value) -> int | None:

@@ -104,7 +104,7 @@ def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: 
         if kind in ("dflash", "eagle3") and kind not in drafters:
             raise ValueError(f"router {text!r} needs a {kind} drafter, and none is loaded: give {kind}=... to from_pretrained")
         return StaticRouter(parse_arm(text.removeprefix("static:"), lengths))
-    if text != "entropy" and not Path(text).exists() and "/" not in text:
+    if not text or (text != "entropy" and not Path(text).exists() and "/" not in text):
         raise ValueError(f"unknown router {text!r}: static:<arm>, entropy, or a router checkpoint (hub id, folder or .safetensors)")
     pair = _pair(text, drafters, lengths)
     if text == "entropy":

@@ -1,0 +1,487 @@
+"""The front door: what goes in, what comes out, in what order, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer
+
+from tests.oracle import RandomRouter, Recorder, build, byte_tokenizer, hf_generate, prompt_ids
+from tests.tiny import dflash, eagle3, hf_model
+from whiflash_triton import Output, WhiFlashDecoder
+from whiflash_triton.arms import Arm
+from whiflash_triton.checkpoint_export import save_dflash, save_eagle3
+from whiflash_triton.checkpoints import CheckpointError
+from whiflash_triton.routers.static import StaticRouter
+from whiflash_triton.scheduler import NaNLogits
+from whiflash_triton.weights import load_target
+
+VOCAB = 260
+ARMS = [Arm("ar"), Arm("dflash", 4), Arm("eagle3", 3), Arm("dflash", 1)]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> SimpleNamespace:
+    """A random target as a live model and as a folder, with drafters in their published formats."""
+    root = tmp_path_factory.mktemp("parts")
+    model, tokenizer = hf_model("qwen3", torch.float32, seed=4, vocab_size=VOCAB), byte_tokenizer()
+    target = load_target(model, torch.device("cpu"), torch.float32)[0]
+    save_dflash(root / "dflash", *dflash(target), dtype=torch.float32)
+    save_eagle3(root / "eagle3", *eagle3(target), dtype=torch.float32)
+    model.generation_config.eos_token_id = [256, 257]
+    model.save_pretrained(root / "target")
+    tokenizer.save_pretrained(root / "target")
+    return SimpleNamespace(root=root, model=model, tokenizer=tokenizer, target=target)
+
+
+def load(parts, **changes) -> WhiFlashDecoder:
+    options = dict(
+        dflash=parts.root / "dflash",
+        eagle3=parts.root / "eagle3",
+        router=RandomRouter(ARMS),
+        tokenizer=parts.tokenizer,
+        max_cache_len=128,
+    )
+    return WhiFlashDecoder.from_pretrained(parts.model, **(options | changes))
+
+
+@pytest.fixture
+def decoder(parts) -> WhiFlashDecoder:
+    return load(parts)
+
+
+# What goes in
+
+
+def test_live_model_lends_its_weights(parts, decoder):
+    lent = {p.data_ptr() for p in parts.model.parameters()}
+    layer = decoder.target.layers[0]
+    used = [decoder.target.embed, decoder.target.head, decoder.target.norm, *layer.qkv.weights, *layer.o.weights]
+    assert {t.data_ptr() for t in used} <= lent
+    assert decoder.eos_token_ids == [256, 257]
+    ids = prompt_ids(9, vocab=250)
+    out = decoder.generate(ids, max_new_tokens=40)
+    assert isinstance(out, Output) and out.sequences[0].tolist() == hf_generate(parts.model, ids, max_new_tokens=40)
+
+
+def test_folder_equals_live_model(parts, decoder):
+    loaded = load(parts, tokenizer=None)
+    assert loaded.tokenizer is None  # a model made in memory says nothing of a tokenizer
+    options = dict(dflash=parts.root / "dflash", eagle3=parts.root / "eagle3", dtype="float32", max_cache_len=128)
+    loaded = WhiFlashDecoder.from_pretrained(str(parts.root / "target"), router="entropy", **options)
+    assert loaded.eos_token_ids == [256, 257] and loaded.tokenizer.decode([65, 66]) == parts.tokenizer.decode([65, 66])
+    for prompt in ("Hello", [{"role": "user", "content": "Hello"}], prompt_ids(vocab=250)):
+        ours, live = (d.generate(prompt, max_new_tokens=20) for d in (loaded, decoder))
+        assert ours.text == live.text and torch.equal(ours.sequences, live.sequences)
+
+
+def test_every_spelling_of_a_prompt(parts, decoder):
+    chat = [{"role": "user", "content": "Café"}]
+    ids = parts.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert parts.tokenizer.decode(ids) == "user: Café\nassistant: "
+    expected = hf_generate(parts.model, ids, max_new_tokens=12)
+    for prompt in ("Café", chat, tuple(chat), ids, tuple(ids), torch.tensor(ids), torch.tensor([ids]), torch.tensor(ids).int()):
+        out = decoder.generate(prompt, max_new_tokens=12)
+        assert out.sequences.tolist() == [expected] and out.sequences.dtype == torch.int64
+        assert out.stats.prompt_tokens == len(ids)
+        assert out.text == parts.tokenizer.decode(expected[len(ids) :], skip_special_tokens=True)
+    loud = decoder.generate("Café", max_new_tokens=1, chat_template_kwargs={"loud": True}).sequences[0, :-1]
+    assert parts.tokenizer.decode(loud) == "user: Café\nLOUD assistant: "
+    opened = decoder.generate(chat, max_new_tokens=1, chat_template_kwargs={"add_generation_prompt": False}).sequences[0, :-1]
+    assert parts.tokenizer.decode(opened) == "user: Café\n"
+
+
+def test_text_without_a_chat_template(parts):
+    decoder = load(parts, tokenizer=byte_tokenizer(None))
+    out = decoder.generate("Café", max_new_tokens=3)
+    assert decoder.tokenizer.decode(out.sequences[0, :-3]) == "Café" and out.stats.prompt_tokens == 5
+    with pytest.raises(ValueError, match="no chat template"):
+        decoder.generate([{"role": "user", "content": "x"}])
+    with pytest.raises(ValueError, match="chat_template_kwargs"):
+        decoder.generate("x", chat_template_kwargs={"loud": True})
+
+
+BAD_PROMPTS = {
+    "empty text": ("", ValueError, "prompt is empty"),
+    "no ids": ([], ValueError, "prompt is empty"),
+    "no rows": (torch.empty(1, 0, dtype=torch.int64), ValueError, "prompt is empty"),
+    "batch of lists": ([[1, 2], [3, 4]], ValueError, "batch size 1"),
+    "batch tensor": (torch.ones(2, 3, dtype=torch.int64), ValueError, "batch size 1"),
+    "batch of texts": (["a", "b"], ValueError, "batch size 1"),
+    "three dimensions": (torch.ones(1, 1, 3, dtype=torch.int64), ValueError, "batch size 1"),
+    "fractions": (torch.ones(3), ValueError, "integers"),
+    "mixed": ([1, "a"], ValueError, "integers"),
+    "id too large": ([5, VOCAB], ValueError, "0..259, found 5..260"),
+    "id negative": ([5, -1], ValueError, "found -1..5"),
+    "nothing": (None, TypeError, "not NoneType"),
+    "a mapping": ({"input_ids": [1]}, TypeError, "not dict"),
+    "too long": ([5] * 129, ValueError, "129 tokens does not fit max_cache_len 128"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_bad_prompts(decoder, case):
+    prompt, error, message = BAD_PROMPTS[case]
+    for call in (decoder.generate, decoder.stream):
+        with pytest.raises(error, match=message):
+            call(prompt)
+
+
+def test_text_needs_a_tokenizer(parts):
+    decoder = load(parts, tokenizer=None)
+    for prompt in ("hello", [{"role": "user", "content": "x"}]):
+        with pytest.raises(ValueError, match="tokenizer"):
+            decoder.generate(prompt)
+    assert decoder.generate([1, 2, 3], max_new_tokens=2).text == ""
+
+
+# What comes out, and when
+
+
+def test_stream_equals_generate(parts, decoder):
+    """Same tokens, arms and text; no piece ends inside a character, and nothing is said twice."""
+    for seed in range(4):
+        ids = prompt_ids(6, seed, 250)
+        decoder.use_router(RandomRouter(ARMS, seed))
+        out = decoder.generate(ids, max_new_tokens=60)
+        decoder.use_router(RandomRouter(ARMS, seed))
+        pieces = list(decoder.stream(ids, max_new_tokens=60))
+        assert "".join(p.text for p in pieces) == out.text
+        assert [t for p in pieces for t in p.tokens] == out.sequences[0, 6:].tolist()
+        assert [a for p in pieces for a in p.arms] == out.arms
+        rounds = [p.round for p in pieces if p.round]
+        assert [(r.arm, r.drafted, r.accepted, r.committed) for r in rounds] == [
+            (r.arm, r.drafted, r.accepted, r.committed) for r in out.rounds
+        ]
+        for r in rounds:
+            assert set(r.ms) == {"route", "draft", "verify", "accept", "commit"} and min(r.ms.values()) >= 0
+
+
+def test_stream_holds_back_half_a_character(parts):
+    """Two bytes of one character in two rounds come out together; an unfinished last character comes out at the end."""
+    decoder = load(parts, router="static:ar")
+    euro = parts.tokenizer("a€b€")["input_ids"]
+    assert len(euro) == 8
+    decoder._steps = lambda *_: (SimpleNamespace(tokens=[t], arms=[Arm("ar")], round=None) for t in euro[:-1])
+    pieces = [p.text for p in decoder.stream([1], max_new_tokens=7)]
+    assert pieces[:5] == ["a", "", "", "€", "b"] and "".join(pieces) == parts.tokenizer.decode(euro[:-1])
+
+
+def test_streamer_order(decoder):
+    recorder, ids = Recorder(), prompt_ids(6, vocab=250)
+    out = decoder.generate(torch.tensor([ids]), max_new_tokens=30, streamer=recorder)
+    assert recorder.values[0].tolist() == [ids] and recorder.ends == 1
+    assert recorder.tokens == out.sequences[0, 6:].tolist()
+    assert [len(v) for v in recorder.values[1:]] == [1] + [r.committed for r in out.rounds]
+    with pytest.raises(ValueError, match="streamer"):
+        decoder.stream(ids, streamer=recorder)
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_transformers_streamers(parts, decoder, capsys, skip_prompt):
+    ids = parts.tokenizer("Tell me")["input_ids"]
+    options = dict(skip_prompt=skip_prompt, skip_special_tokens=True)
+    hf_generate(parts.model, ids, max_new_tokens=40, streamer=TextStreamer(parts.tokenizer, **options))
+    expected = capsys.readouterr().out
+    decoder.generate(ids, max_new_tokens=40, streamer=TextStreamer(parts.tokenizer, **options))
+    printed = capsys.readouterr().out
+    assert printed.replace("\ufffd", "") == expected.replace("\ufffd", "")  # it prints broken bytes as they come
+    assert printed.startswith("Tell me") != skip_prompt
+    iterator = TextIteratorStreamer(parts.tokenizer, timeout=60, **options)
+    worker = threading.Thread(target=decoder.generate, args=(ids,), kwargs=dict(max_new_tokens=40, streamer=iterator))
+    worker.start()
+    assert "".join(iterator) + "\n" == printed
+    worker.join()
+
+
+def test_output_numbers(decoder):
+    out = decoder.generate(prompt_ids(6, vocab=250), max_new_tokens=30, eos_token_id=[])
+    s = out.stats
+    assert s.new_tokens == 30 and s.target_forwards == len(out.rounds) and 0 < s.prefill_seconds < s.seconds
+    assert s.tau == 29 / len(out.rounds) and s.tokens_per_second == 30 / s.seconds
+    assert {str(a) for a in out.arms} <= {str(a) for a in ARMS}
+    assert decoder.generate([5], max_new_tokens=1).stats.tau == 1.0
+
+
+# Options
+
+
+def test_generation_config(parts, decoder):
+    ids = prompt_ids(6, vocab=250)
+    free = decoder.generate(ids, max_new_tokens=20, eos_token_id=[]).sequences[0].tolist()
+    sampling = dict(do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
+    config = GenerationConfig(max_new_tokens=9, pad_token_id=0, bos_token_id=1, **sampling)
+    with pytest.raises(ValueError, match="do_sample: only False"):
+        decoder.generate(ids, generation_config=config)
+    out = decoder.generate(ids, generation_config=config, do_sample=False)  # what is given wins; sampling fields lie idle
+    assert out.sequences[0].tolist() == free[:15]
+    assert decoder.generate(ids, generation_config=config, do_sample=False, max_new_tokens=4).stats.new_tokens == 4
+    stop = GenerationConfig(max_length=20, eos_token_id=free[9])
+    expected = free[: 6 + 1 + free[6:].index(free[9])]
+    assert decoder.generate(ids, generation_config=stop).sequences[0].tolist() == expected
+    assert decoder.generate(ids, generation_config=parts.model.generation_config, max_new_tokens=5).stats.new_tokens == 5
+    with pytest.raises(ValueError, match="repetition_penalty: only 1.0"):
+        decoder.generate(ids, generation_config=GenerationConfig(repetition_penalty=1.1))
+    with pytest.raises(TypeError, match="GenerationConfig, not dict"):
+        decoder.generate(ids, generation_config={"max_new_tokens": 3})
+
+
+UNSUPPORTED = {
+    "do_sample": True,
+    "num_beams": 4,
+    "num_return_sequences": 2,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "stop_strings": ["x"],
+    "logits_processor": [],
+    "stopping_criteria": [],
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[1]],
+    "min_new_tokens": 3,
+    "assistant_model": "x",
+    "use_cache": False,
+    "attention_mask": torch.ones(1, 1),
+    "max_new_token": 5,  # a slip of the pen
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_options_are_named(decoder, name):
+    for call in (decoder.generate, decoder.stream):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            call([1, 2, 3], **{name: UNSUPPORTED[name]})
+
+
+def test_neutral_options_pass(decoder):
+    neutral = dict(do_sample=False, num_beams=1, repetition_penalty=1.0, stop_strings=None, logits_processor=None, top_p=None)
+    out = decoder.generate([1, 2, 3], max_new_tokens=4, eos_token_id=None, streamer=None, generation_config=None, **neutral)
+    assert out.stats.new_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "nothing to generate"),
+        ({"max_new_tokens": -3}, "nothing to generate"),
+        ({"max_length": 3}, "max_length 3"),
+        ({"max_new_tokens": 127}, "127 new tokens after a prompt of 3 exceed max_cache_len 128"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
+        ({"max_length": "20"}, "max_length must be a whole number"),
+        ({"eos_token_id": "<|end|>"}, "eos_token_id must be a whole number"),
+        ({"eos_token_id": [1.5]}, "eos_token_id must be a whole number"),
+        ({"chat_template_kwargs": {"loud": True}}, "chat_template_kwargs"),
+    ],
+)
+def test_bad_option_values(decoder, options, message):
+    with pytest.raises(ValueError, match=message):
+        decoder.generate([1, 2, 3], **options)
+
+
+def test_token_budget_by_default_and_by_two_options(decoder):
+    assert decoder.generate([1, 2, 3], eos_token_id=[]).stats.new_tokens == 126  # 256, or what the cache still takes
+    assert decoder.generate([1, 2, 3], max_length=50, max_new_tokens=5).stats.new_tokens == 5  # as in transformers
+
+
+def test_prompt_that_fills_the_cache(parts):
+    decoder, ids = load(parts, max_cache_len=24), prompt_ids(24, vocab=250)
+    out = decoder.generate(ids)
+    assert out.sequences[0].tolist() == hf_generate(parts.model, ids, max_new_tokens=1) and not out.rounds
+    with pytest.raises(ValueError, match="max_cache_len 24"):
+        decoder.generate(ids, max_new_tokens=2)
+    out = decoder.generate(ids[:-1], max_new_tokens=2)
+    assert out.sequences[0].tolist() == hf_generate(parts.model, ids[:-1], max_new_tokens=2)
+
+
+# One decoder, many calls
+
+
+def test_calls_do_not_remember(parts):
+    """Long, then short, then long: as from fresh decoders."""
+    decoder, prompts = load(parts, router="entropy"), [prompt_ids(n, n, 250) for n in (60, 1, 30)]
+    for ids in prompts + prompts:
+        out, fresh = (d.generate(ids, max_new_tokens=25) for d in (decoder, load(parts, router="entropy")))
+        assert torch.equal(out.sequences, fresh.sequences)
+        assert [(r.arm, r.accepted, r.caught_up) for r in out.rounds] == [(r.arm, r.accepted, r.caught_up) for r in fresh.rounds]
+
+
+def test_interleaved_streams_are_refused_and_never_mixed(decoder):
+    a, b = prompt_ids(6, 1, 250), prompt_ids(8, 2, 250)
+    expected = decoder.generate(b, max_new_tokens=20).sequences[0, 8:].tolist()
+    first, second = decoder.stream(a, max_new_tokens=30), decoder.stream(b, max_new_tokens=20)
+    next(first), next(first)
+    tokens = next(second).tokens
+    with pytest.raises(RuntimeError, match="one stream at a time"):
+        next(first)
+    tokens += [t for piece in second for t in piece.tokens]
+    assert tokens == expected
+    stream = decoder.stream(a, max_new_tokens=30)
+    next(stream)
+    assert decoder.generate(b, max_new_tokens=20).sequences[0, 8:].tolist() == expected
+    with pytest.raises(RuntimeError, match="second decoder"):
+        list(stream)
+
+
+def test_a_closed_stream_leaves_nothing_behind(decoder):
+    ids = prompt_ids(6, vocab=250)
+    expected = decoder.generate(ids, max_new_tokens=20).sequences
+    for pieces in range(4):
+        stream = decoder.stream(prompt_ids(40, 3, 250), max_new_tokens=30)
+        for _ in range(pieces):
+            next(stream)
+        stream.close()
+        assert torch.equal(decoder.generate(ids, max_new_tokens=20).sequences, expected)
+
+
+def test_a_failure_in_mid_round_leaves_the_decoder_usable(parts, monkeypatch):
+    decoder, ids = load(parts), prompt_ids(6, vocab=250)
+    expected = decoder.generate(ids, max_new_tokens=20).sequences
+
+    class Broken(Exception):
+        pass
+
+    def breaks(owner, name: str, after: int):
+        calls, inner = iter(range(after)), getattr(owner, name)
+
+        def broken(*args, **kwargs):
+            if next(calls, None) is None:
+                raise Broken
+            return inner(*args, **kwargs)
+
+        return owner, name, broken
+
+    places = [(d, n) for d in decoder.drafters.values() for n in ("draft", "ingest")]
+    places += [(decoder.drafters["eagle3"], "_step"), (decoder.drafters["dflash"].cache, "attend")]
+    places += [(decoder.router, "choose"), (decoder.cache, "commit"), (decoder.target, "logits"), (decoder.cache, "attend")]
+    for owner, name in places:
+        with monkeypatch.context() as patch, pytest.raises(Broken):
+            patch.setattr(*breaks(owner, name, 3))
+            decoder.generate(prompt_ids(30, 5, 250), max_new_tokens=60)
+        assert torch.equal(decoder.generate(ids, max_new_tokens=20).sequences, expected), name
+    for after in (0, 1, 3):
+        recorder = Recorder()
+        with monkeypatch.context() as patch, pytest.raises(Broken):
+            patch.setattr(*breaks(recorder, "put", after))
+            decoder.generate(prompt_ids(30, 5, 250), max_new_tokens=60, streamer=recorder)
+        assert torch.equal(decoder.generate(ids, max_new_tokens=20).sequences, expected)
+
+
+def test_use_router(parts, decoder):
+    ids = prompt_ids(6, vocab=250)
+    expected = hf_generate(parts.model, ids, max_new_tokens=15)
+    for spec, kinds in (("static:ar", {"ar"}), ("static:eagle3:4", {"eagle3"}), ("entropy", {"dflash", "eagle3"})):
+        decoder.use_router(spec)
+        out = decoder.generate(ids, max_new_tokens=15)
+        assert out.sequences[0].tolist() == expected
+        assert {r.arm.kind for r in out.rounds if r.drafted} <= kinds
+    with pytest.raises(ValueError, match="dflash:1 to dflash:5"):
+        decoder.use_router("static:dflash:6")
+    assert decoder.generate(ids, max_new_tokens=15).sequences[0].tolist() == expected  # the old router stays
+
+
+# What cannot be loaded, and targets that break
+
+
+BAD_LOADS = {
+    "drafter nowhere": ({"dflash": "no-such-folder"}, CheckpointError, "no-such-folder"),
+    "other drafter": ({"dflash": "eagle3"}, CheckpointError, "DFlash"),
+    "unknown arm": ({"router": "static:medusa"}, ValueError, "unknown arm 'medusa'"),
+    "unknown router": ({"router": "thompson"}, ValueError, "unknown router 'thompson'"),
+    "arm without drafter": ({"router": "static:dflash", "dflash": None}, ValueError, "dflash=..."),
+    "listed arm without drafter": ({"router": RandomRouter(ARMS), "eagle3": None}, ValueError, "eagle3=..."),
+    "entropy with one drafter": ({"router": "entropy", "eagle3": None}, ValueError, "missing: eagle3"),
+    "arm too long": ({"router": "static:dflash:6"}, ValueError, "dflash:1 to dflash:5"),
+    "arm too short": ({"router": StaticRouter(Arm("dflash", 0))}, ValueError, "arm dflash:0 is out of range"),
+    "router without arms": ({"router": RandomRouter([])}, ValueError, "lists no arm"),
+    "no router at all": ({"router": 3}, TypeError, "choose"),
+    "threshold for static": ({"router": "static:ar", "router_threshold": 0.5}, ValueError, "threshold 0.5"),
+    "threshold for nothing": ({"router_threshold": 0.5}, ValueError, "threshold 0.5"),
+    "threshold not a number": ({"router": "entropy", "router_threshold": float("nan")}, ValueError, "finite"),
+    "no cache": ({"max_cache_len": 0}, ValueError, "max_cache_len 0"),
+    "other dtype": ({"dtype": "bfloat16"}, ValueError, "model.to"),
+    "unknown dtype": ({"dtype": "int7"}, ValueError, "int7"),
+    "other device": ({"device": "cuda"}, ValueError, "device cuda"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LOADS)
+def test_bad_loads(parts, case):
+    changes, error, message = BAD_LOADS[case]
+    changes = {k: parts.root / v if v == "eagle3" else v for k, v in changes.items()}
+    with pytest.raises(error, match=message):
+        load(parts, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 300}, {"hidden_size": 64}, {"num_hidden_layers": 5}], ids=str)
+def test_drafters_of_another_target(parts, changes):
+    other = hf_model("qwen3", torch.float32, **({"vocab_size": VOCAB} | changes))
+    with pytest.raises(CheckpointError, match="target"):
+        WhiFlashDecoder.from_pretrained(other, dflash=parts.root / "dflash", max_cache_len=32)
+    if "num_hidden_layers" not in changes:
+        with pytest.raises(CheckpointError, match="target"):
+            WhiFlashDecoder.from_pretrained(other, eagle3=parts.root / "eagle3", max_cache_len=32)
+
+
+def test_targets_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match="hub id"):
+        WhiFlashDecoder.from_pretrained(str(tmp_path / "nothing"))
+    with pytest.raises(TypeError, match="PreTrainedModel, not Linear"):
+        WhiFlashDecoder.from_pretrained(torch.nn.Linear(2, 2))
+
+
+def test_without_drafters(parts):
+    decoder = load(parts, dflash=None, eagle3=None, router="auto")
+    ids = prompt_ids(6, vocab=250)
+    out = decoder.generate(ids, max_new_tokens=10)
+    assert out.sequences[0].tolist() == hf_generate(parts.model, ids, max_new_tokens=10)
+    assert {str(r.arm) for r in out.rounds} == {"ar"} and out.stats.tau == 1.0
+
+
+def test_one_drafter_is_static_by_default(parts):
+    for kind, arm in (("dflash", "dflash:3"), ("eagle3", "eagle3:2")):
+        decoder = load(parts, **({"dflash": None, "eagle3": None, "router": "auto"} | {kind: parts.root / kind}))
+        assert [str(a) for a in decoder.router.arms] == [arm]
+        assert arm in {str(r.arm) for r in decoder.generate([5, 6], max_new_tokens=12).rounds}
+
+
+@pytest.mark.parametrize("router", ["static:ar", "static:dflash", "static:eagle3"])
+def test_nan_logits_raise(parts, router):
+    """A broken weight: at once, or when the text meets a broken embedding; the tokens before it are right."""
+    ids = prompt_ids(6, vocab=250)
+    whole = hf_generate(parts.model, ids, max_new_tokens=20)[6:]
+    model = copy.deepcopy(parts.model)
+    at = next(i for i in range(5, 20) if whole[i] not in whole[:i] and whole[i] not in ids)
+    model.model.embed_tokens.weight.data[whole[at]] = float("nan")
+    options = dict(dflash=parts.root / "dflash", eagle3=parts.root / "eagle3", max_cache_len=64)
+    decoder, told = WhiFlashDecoder.from_pretrained(model, router=router, **options), []
+    with pytest.raises(NaNLogits, match="NaN"):
+        for piece in decoder.stream(ids, max_new_tokens=20, eos_token_id=[]):
+            told += piece.tokens
+    assert told == whole[: len(told)] and len(told) <= at + 1
+    assert router != "static:ar" or len(told) == at + 1
+    short = decoder.generate(ids, max_new_tokens=4)
+    assert short.sequences[0, 6:].tolist() == whole[:4]  # the decoder survives
+    model.model.norm.weight.data[3] = float("nan")
+    with pytest.raises(NaNLogits, match="float32"):
+        WhiFlashDecoder.from_pretrained(model, router=router, **options).generate(ids)
+
+
+def test_a_router_that_breaks_its_word(decoder):
+    decoder.use_router(SimpleNamespace(arms=(Arm("ar"),), choose=lambda state: Arm("dflash", 2)))
+    with pytest.raises(ValueError, match="chose dflash:2, which its arms do not list: ar"):
+        decoder.generate([1, 2, 3])
+
+
+def test_scratch_mode_through_the_front_door(parts):
+    """The caches of a GPU on a CPU: draft rows apart from committed ones, committed by kv_compaction."""
+    target, ids = parts.target, prompt_ids(6, vocab=250)
+    drafters = {kind: build(kind, target, 64, True) for kind in ("dflash", "eagle3")}
+    decoder = WhiFlashDecoder(target, parts.tokenizer, drafters, RandomRouter(ARMS), 64, [256])
+    decoder.cache = target.new_cache(64, 17, True)
+    expected = hf_generate(parts.model, ids, max_new_tokens=30)
+    assert decoder.generate(ids, max_new_tokens=30).sequences[0].tolist() == expected
