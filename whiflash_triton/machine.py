@@ -11,6 +11,7 @@ import torch
 
 from . import ops
 from .cache import KVCache
+from .layers import Linear
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
 _PACKAGES = ("whiflash-triton", "torch", "triton", "transformers")
@@ -44,7 +45,7 @@ def _version(package: str) -> str | None:
 def tensor_bytes(*objects, packed: bool = False) -> int:
     """Bytes of every tensor reachable through attributes, lists, tuples and dictionaries; shared storages once, caches not.
 
-    packed: the copies that MKL laid out its own way (at the size of their weights) instead of the plain tensors.
+    packed: instead, of the copies that MKL laid out its own way, taken at the size of their weights.
     """
     storages: dict[int, int] = {}
     seen: set[int] = set()
@@ -54,17 +55,19 @@ def tensor_bytes(*objects, packed: bool = False) -> int:
         if id(item) in seen or isinstance(item, (KVCache, str, bytes, int, float)):
             continue
         seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            if item.is_mkldnn and packed:
-                storages[id(item)] = item.nelement() * item.element_size()
-            elif not item.is_mkldnn and not packed:
+        if isinstance(item, Linear):
+            todo += [item.weights, item.biases]
+            if packed and item.packed is not None:
+                storages[id(item)] = item.weights[0].nbytes
+        elif isinstance(item, torch.Tensor):
+            if not packed:
                 storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif isinstance(item, dict):
             todo += item.values()
         elif isinstance(item, (list, tuple)):
             todo += item
         elif type(item).__module__.startswith("whiflash_triton"):
-            todo += vars(item).values() if hasattr(item, "__dict__") else [getattr(item, name) for name in item.__slots__]
+            todo += vars(item).values()
     return sum(storages.values())
 
 
