@@ -271,7 +271,11 @@ def test_what_a_router_sees(target, drafters):
 def test_entropy_and_neural_routes_are_lossless(target, drafters, weights, above):
     model, ids = models("qwen3")[0], prompt_ids()
     expected = hf_generate(model, ids, max_new_tokens=40)
-    for router in (EntropyRouter(DF, E3, 0.9, above), NeuralRouter(config(), weights, DF, E3, CPU)):
+    watch = Alternate()
+    WhiFlashDecoder(target, None, drafters, watch, 64, []).generate(ids, max_new_tokens=40)
+    median = float(torch.stack([s.entropy for s in watch.seen]).median())
+    gain = float(torch.tensor([score(weights, s.hidden) for s in watch.seen]).median())
+    for router in (EntropyRouter(DF, E3, median, above), NeuralRouter(config(gain), weights, DF, E3, CPU)):
         out = WhiFlashDecoder(target, None, drafters, router, 64, []).generate(ids, max_new_tokens=40)
         assert out.sequences[0].tolist() == expected
         assert {r.arm for r in out.rounds} - {Arm("ar")} == {DF, E3}  # the last round may have no room for a draft
