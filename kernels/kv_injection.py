@@ -65,12 +65,12 @@ def _kv_injection_kernel(
             norm_ptr = k_norm_ptr + (layer * stride_norm)[:, None] + offs[None, :]
             low = low * scale * tl.load(norm_ptr, mask=mask, other=0.0).to(tl.float32)
             high = high * scale * tl.load(norm_ptr + half, mask=mask, other=0.0).to(tl.float32)
-        cos_ptr += context * stride_cos + offs
-        sin_ptr += context * stride_sin + offs
-        cos_low = tl.load(cos_ptr, mask=inside, other=0.0)[None, :]
-        cos_high = tl.load(cos_ptr + half, mask=inside, other=0.0)[None, :]
-        sin_low = tl.load(sin_ptr, mask=inside, other=0.0)[None, :]
-        sin_high = tl.load(sin_ptr + half, mask=inside, other=0.0)[None, :]
+        cos_at = cos_ptr + context * stride_cos + offs
+        sin_at = sin_ptr + context * stride_sin + offs
+        cos_low = tl.load(cos_at, mask=inside, other=0.0)[None, :]
+        cos_high = tl.load(cos_at + half, mask=inside, other=0.0)[None, :]
+        sin_low = tl.load(sin_at, mask=inside, other=0.0)[None, :]
+        sin_high = tl.load(sin_at + half, mask=inside, other=0.0)[None, :]
         dtype = cache_ptr.dtype.element_ty
         tl.store(target_ptr, (low * cos_low - high * sin_low).to(dtype), mask=mask)
         tl.store(target_ptr + half, (high * cos_high + low * sin_high).to(dtype), mask=mask)

@@ -12,7 +12,7 @@ from whiflash_triton.kernels.router_scoring import entropy_rule, entropy_rule_to
 
 NAN = float("nan")
 ROWS, HIDDEN, INNER = [1, 2, 5], [1, 63, 576, 4096], [1, 7, 33, 256]
-CASES = [(1, 576, 256), (5, 63, 7), (2, 1, 1), (1, 4096, 33), (2, 576, 1), (5, 1, 256), (1, 63, 33), (2, 4097, 7)]
+CASES = [(1, 576, 256), (5, 63, 7), (5, 1, 1), (1, 4096, 33), (2, 576, 1), (2, 1, 256), (1, 63, 33), (2, 4097, 7)]
 
 
 def make(rows: int, hidden: int, inner: int, dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
