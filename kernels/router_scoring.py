@@ -87,9 +87,7 @@ def entropy_rule(entropy: Tensor, threshold: float, above: bool) -> Tensor:
     return decision
 
 
-def router_mlp(
-    hidden: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, threshold: float
-) -> tuple[Tensor, Tensor]:
+def router_mlp(hidden: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Score fp32 [R] = w2 . gelu_erf(w1 h + b1) + b2 and decision int32 [R] = score > threshold.
 
     hidden [R, H], w1 [M, H], b1 [M], w2 [M], b2 [1] in fp16, bf16 or fp32, math in fp32. The score is the predicted
@@ -132,9 +130,7 @@ def entropy_rule_torch(entropy: Tensor, threshold: float, above: bool) -> Tensor
     return (entropy > threshold if above else entropy < threshold).int()
 
 
-def router_mlp_torch(
-    hidden: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, threshold: float
-) -> tuple[Tensor, Tensor]:
+def router_mlp_torch(hidden: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """PyTorch reference of `router_mlp`."""
     _check_mlp(hidden, w1, b1, w2, b2)
     inner = F.gelu(F.linear(hidden.float(), w1.float(), b1.float()))  # [R, M]
