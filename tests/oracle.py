@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from tests.tiny import dflash, eagle3, hf_model
 from whiflash_triton.arms import Arm
 from whiflash_triton.cache import KVCache
+from whiflash_triton.checkpoint_export import save_dflash, save_eagle3
+from whiflash_triton.decoder import WhiFlashDecoder
 from whiflash_triton.drafters.dflash import DFlashDrafter
 from whiflash_triton.drafters.eagle3 import Eagle3Drafter
 from whiflash_triton.routers.static import StaticRouter
@@ -194,3 +198,20 @@ def byte_tokenizer(chat_template: str | None = TEMPLATE):
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = {"eos_token": "<|end|>", "additional_special_tokens": ["<|a|>", "<|b|>", "<|c|>"]}
     return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=chat_template, **special)
+
+
+def decoder_parts(root: Path) -> SimpleNamespace:
+    """A random target as a live model and as a folder, with drafters in their published formats."""
+    model, tokenizer = hf_model("qwen3", torch.float32, seed=4, vocab_size=260), byte_tokenizer()
+    target = load_target(model, CPU, torch.float32)[0]
+    save_dflash(root / "dflash", *dflash(target), dtype=torch.float32)
+    save_eagle3(root / "eagle3", *eagle3(target), dtype=torch.float32)
+    model.generation_config.eos_token_id = [256, 257]
+    model.save_pretrained(root / "target")
+    tokenizer.save_pretrained(root / "target")
+    return SimpleNamespace(root=root, model=model, tokenizer=tokenizer, target=target)
+
+
+def load_decoder(parts: SimpleNamespace, **changes) -> WhiFlashDecoder:
+    options = dict(dflash=parts.root / "dflash", eagle3=parts.root / "eagle3", tokenizer=parts.tokenizer, max_cache_len=128)
+    return WhiFlashDecoder.from_pretrained(parts.model, **(options | changes))
