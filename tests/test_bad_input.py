@@ -127,6 +127,8 @@ BAD_LOADS = {
     "arm too long": ({"router": "static:dflash:6"}, ValueError, "dflash:1 to dflash:5"),
     "arm too short": ({"router": StaticRouter(Arm("dflash", 0))}, ValueError, "arm dflash:0 is out of range"),
     "router without arms": ({"router": RandomRouter([])}, ValueError, "lists no arm"),
+    "arms in words": ({"router": SimpleNamespace(arms=("ar",), choose=None)}, TypeError, "parse_arm"),
+    "tokenizer by name": ({"tokenizer": "gpt2"}, TypeError, "AutoTokenizer.from_pretrained"),
     "no router at all": ({"router": 3}, TypeError, "choose"),
     "threshold for static": ({"router": "static:ar", "router_threshold": 0.5}, ValueError, "threshold 0.5"),
     "threshold for a Router": ({"router": RandomRouter(ARMS), "router_threshold": 0.5}, ValueError, "threshold 0.5"),

@@ -216,6 +216,64 @@ def test_interleaved_streams_are_refused_and_never_mixed(decoder):
         list(stream)
 
 
+def test_threads_on_one_decoder_are_right_or_refused(parts):
+    decoder, ids, outcome = load(parts), prompt_ids(6, vocab=250), []
+    expected = hf_generate(parts.model, ids, max_new_tokens=30)
+
+    def work() -> None:
+        try:
+            outcome.append(decoder.generate(ids, max_new_tokens=30).sequences[0].tolist())
+        except RuntimeError as error:
+            outcome.append(str(error))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert expected in outcome and len(outcome) == 4
+    assert all(o == expected or "one stream at a time" in o for o in outcome)
+
+
+def test_a_generation_inside_a_generation(parts):
+    """From a streamer or a router: the inner one is right, the outer one says that it lost its caches."""
+    decoder, ids = load(parts, router="entropy"), prompt_ids(6, vocab=250)
+    expected = decoder.generate(ids, max_new_tokens=8).sequences
+    inner = []
+
+    class Nested(Recorder):
+        def put(self, value):
+            if len(self.values) < 2:
+                super().put(value)
+            else:
+                inner.append(decoder.generate(ids, max_new_tokens=8).sequences)
+
+    with pytest.raises(RuntimeError, match="one stream at a time"):
+        decoder.generate(prompt_ids(20, 3, 250), max_new_tokens=30, streamer=Nested(), eos_token_id=[])
+    entropy = decoder.router
+
+    def choose(state):
+        if not len(inner) % 2:
+            decoder.router = entropy
+            inner.append(decoder.generate(ids, max_new_tokens=8).sequences)
+        return Arm("ar")
+
+    decoder.router = SimpleNamespace(arms=(Arm("ar"),), choose=choose)
+    inner.append(None)
+    with pytest.raises(RuntimeError, match="one stream at a time"):
+        decoder.generate(prompt_ids(20, 3, 250), max_new_tokens=30, eos_token_id=[])
+    assert all(torch.equal(sequences, expected) for sequences in inner if sequences is not None) and len(inner) == 3
+
+
+@pytest.mark.parametrize("router", ["static:ar", "static:dflash", "entropy"])
+def test_prompt_of_several_chunks(parts, router):
+    """More rows than one prefill chunk, and features in as many parts."""
+    decoder, ids = load(parts, router=router, max_cache_len=640), prompt_ids(600, 8, 250)
+    out = decoder.generate(ids, max_new_tokens=15)
+    assert out.sequences[0].tolist() == hf_generate(parts.model, ids, max_new_tokens=15)
+    assert out.rounds[0].caught_up == (0 if router == "static:ar" else 600)
+
+
 def test_a_closed_stream_leaves_nothing_behind(decoder):
     ids = prompt_ids(6, vocab=250)
     expected = decoder.generate(ids, max_new_tokens=20).sequences

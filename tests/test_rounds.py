@@ -3,6 +3,7 @@ would hold. Everything uncommitted is NaN after each round."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from types import SimpleNamespace
@@ -148,6 +149,29 @@ def test_caches_between_any_two_rounds(scratch):
     arms = [Arm("ar"), Arm("dflash", 2), Arm("eagle3", 2), Arm("tree", 5)]
     stream = Stream(s.target, drafters, RandomRouter(arms, 5), s.target.new_cache(ROWS, 10, scratch))
     run(stream, s.prompt, 14, lambda step, committed: same_caches(s, stream, committed, 1e-9))
+
+
+@MODES
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_a_broken_drafter_costs_speed_and_never_text(kind, scratch):
+    """NaN in every weight of the drafter: its drafts are worthless, the text is what it was."""
+    s = setting("llama")
+    drafter = build(kind, s.target, ROWS, scratch)
+    drafter.norm = torch.full_like(drafter.norm, float("nan"))
+    drafter.fc.weights[0] = torch.full_like(drafter.fc.weights[0], float("nan"))
+    decoder = WhiFlashDecoder(s.target, None, {kind: drafter}, static(kind, 3), ROWS, [])
+    decoder.cache = s.target.new_cache(ROWS, 10, scratch)
+    assert decoder.generate(s.prompt, max_new_tokens=20).sequences[0].tolist() == s.text[: len(s.prompt) + 20]
+
+
+def test_a_text_that_holds_the_mask_token():
+    """The id that fills a diffusion block's empty slots is a token like any other in prompt and text."""
+    s = setting("qwen3")
+    drafter = build("dflash", s.target, ROWS, False)
+    for mask in (s.text[len(s.prompt) + 1], s.prompt[-1], s.text[len(s.prompt)]):
+        drafter.config = dataclasses.replace(drafter.config, mask_token_id=mask)
+        decoder = WhiFlashDecoder(s.target, None, {"dflash": drafter}, static("dflash", 5), ROWS, [])
+        assert decoder.generate(s.prompt, max_new_tokens=20).sequences[0].tolist() == s.text[: len(s.prompt) + 20]
 
 
 def test_pending_rows_are_counted_and_caught_up():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class WhiFlashDecoder:
         draft_rows = 1 + max([arm.size for arm in router.arms] + [d.max_draft for d in drafters.values()])
         self.cache = target.new_cache(max_cache_len, draft_rows)
         self._active: Stream | None = None  # the one that owns the caches
+        self._lock = threading.RLock()  # a round runs whole; the next one finds out who owns the caches
 
     @classmethod
     def from_pretrained(
@@ -90,7 +92,9 @@ class WhiFlashDecoder:
             max_cache_len,
         )
         chosen = build_router(assets.get("router", "auto") if router == "auto" else router, drafters, model, router_threshold)
-        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source)
+        tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
+        if isinstance(tokenizer, (str, Path)):
+            raise TypeError(f"tokenizer must be a loaded one: AutoTokenizer.from_pretrained({str(tokenizer)!r})")
         return cls(model, tokenizer, drafters, chosen, max_cache_len, _eos_ids(source, config))
 
     def use_router(self, router: str | Path | Router, threshold: float | None = None) -> None:
@@ -103,6 +107,8 @@ class WhiFlashDecoder:
         if not router.arms:
             raise ValueError(f"{type(router).__name__} lists no arm it could choose: set its `arms`")
         for arm in router.arms:
+            if not isinstance(arm, Arm):
+                raise TypeError(f"{type(router).__name__} lists {arm!r}, which is no Arm: build it with parse_arm")
             if arm.kind == "ar":
                 continue
             if arm.kind not in self.drafters:
@@ -164,21 +170,28 @@ class WhiFlashDecoder:
             yield Piece(rest, [], [], None)
 
     def _new_stream(self) -> Stream:
-        self._active = Stream(self.target, self.drafters, self.router, self.cache)
-        return self._active
+        return Stream(self.target, self.drafters, self.router, self.cache)
 
     @torch.inference_mode()
     def _first(self, stream: Stream, ids: list[int]) -> Step:
-        return stream.start(torch.tensor([ids], device=self.target.device))
+        with self._lock:
+            self._active = stream
+            return self._owned(stream, stream.start(torch.tensor([ids], device=self.target.device)))
 
     @torch.inference_mode()
     def _next(self, stream: Stream, max_draft: int) -> Step:
+        with self._lock:
+            self._owned(stream)
+            return self._owned(stream, stream.round(max_draft))
+
+    def _owned(self, stream: Stream, step: Step | None = None) -> Step | None:
+        """step, as long as the caches are this stream's: a drafter or router may itself have started another generation."""
         if stream is not self._active:
             raise RuntimeError(
                 "another generation has started on this decoder, which holds one stream at a time: "
                 "finish one before the next, or load a second decoder"
             )
-        return stream.round(max_draft)
+        return step
 
     def _steps(self, stream: Stream, ids: list[int], limit: int, stops: set[int]) -> Iterator[Step]:
         """Rounds until a stop token or `limit` new tokens; a step is cut where the text ends."""
