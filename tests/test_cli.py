@@ -195,6 +195,8 @@ BAD_OPTIONS = {
     "arm without drafter": (["--eagle3", "none", "--router", "static:eagle3"], "needs a eagle3 drafter"),
     "router without pair": (["--dflash", "none", "--router", "entropy"], "missing: dflash"),
     "router of another target": (["--router", "{tiny.eagle3}"], "expected exactly"),
+    "threshold for a static arm": (["--router", "static:ar", "--router-threshold", "1"], "router threshold 1.0"),
+    "negative threshold": (["--router-threshold", "-1"], "entropy threshold -1.0"),
     "no tokens": (["--max-new-tokens", "0"], "nothing to generate"),
     "long text": (["--max-new-tokens", "99"], "raise max_cache_len"),
     "long prompt": (["--max-cache-len", "3"], "raise max_cache_len"),

@@ -1,4 +1,4 @@
-"""`whiflash`: generate, demo, info and train."""
+"""`whiflash`: generate, demo, info, bench and train."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     from . import __version__
+    from .evaluate import add_bench_parser
     from .training.commands import add_train_parser
 
     parser = argparse.ArgumentParser(prog="whiflash", description="Lossless decoding routed between two drafters.")
@@ -55,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_models(info)
     info.set_defaults(run=run_info)
 
+    add_bench_parser(commands)
     add_train_parser(commands)
     return parser
 
@@ -64,6 +66,7 @@ def _add_models(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dflash", default="auto", help="hub id or folder of a DFlash drafter, or none")
     p.add_argument("--eagle3", default="auto", help="hub id or folder of an EAGLE-3 drafter, or none")
     p.add_argument("--router", default="auto", help="static:<arm>, entropy, or a router checkpoint")
+    p.add_argument("--router-threshold", type=float, help="nats for entropy, gain in tokens for a router checkpoint")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: what the device is fast in")
     p.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     p.add_argument("--max-cache-len", type=int, default=4096)
@@ -84,7 +87,13 @@ def load_decoder(args: argparse.Namespace):
         torch.set_num_threads(args.threads)
     paths = {name: None if getattr(args, name) == "none" else getattr(args, name) for name in ("dflash", "eagle3")}
     return WhiFlashDecoder.from_pretrained(
-        args.target, router=args.router, device=args.device, dtype=args.dtype, max_cache_len=args.max_cache_len, **paths
+        args.target,
+        router=args.router,
+        router_threshold=args.router_threshold,
+        device=args.device,
+        dtype=args.dtype,
+        max_cache_len=args.max_cache_len,
+        **paths,
     )
 
 
