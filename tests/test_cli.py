@@ -22,11 +22,6 @@ def tiny(tmp_path_factory):
     return save_folders(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 def plain_tokens(folders, prompt: str, count: int) -> list[int]:
     """transformers' own greedy text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
