@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-
 _PACK_ROWS = 8  # MKL packs a weight for one row count; fewer rows are padded to it
 _PACK_RANGE = range(4, 33)  # below, and above, a plain product is as fast
 

@@ -187,6 +187,7 @@ def train(
             if kind == "eagle3"
             else init_dflash(config, target, qk_sizes(target, held, config.num_layers), recipe.seed)
         )
+    params = dict(sorted(params.items()))  # one order, so that a resumed run sums gradient norms alike
     decay = [w for w in params.values() if w.dim() > 1]
     rest = [w for w in params.values() if w.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -196,7 +197,7 @@ def train(
     if state_file.exists():
         _restore(optimizer, params, moments, step)
     rope = Rope(config, recipe.tokens + config.block_size if kind == "dflash" else recipe.tokens, torch.float32, target.device)
-    rng = torch.Generator().manual_seed(recipe.seed + step)
+    rng = torch.Generator()
     log, begin = (out / "log.jsonl").open("a"), time.monotonic() - spent
     saved = evaluated = time.monotonic()
     running: list[tuple[float, list[float]]] = []
@@ -205,6 +206,7 @@ def train(
         done = step / steps if steps else (time.monotonic() - begin) / (60 * minutes)
         if done >= 1:
             break
+        rng.manual_seed(recipe.seed * 1_000_003 + step)  # a resumed run draws what the uninterrupted one would
         for group in optimizer.param_groups:
             group["lr"] = scheduled(done, recipe)
         if kind == "eagle3":
