@@ -14,6 +14,7 @@ import torch
 
 from .arms import Arm
 from .decoder import WhiFlashDecoder
+from .demo import read_prompts
 from .loading import default_lengths, resolve_source
 from .routers.base import RoundState
 from .training.data import encode_chat
@@ -59,18 +60,6 @@ class Result:
             "ties": self.ties,
             "rounds": dict(self.rounds),
         }
-
-
-def read_prompts(path: Path, every: int = 1, limit: int | None = None) -> list[str]:
-    """First turns of a Spec-Bench file (`turns`), or `prompt` fields: every `every`-th line from the first, at most `limit`."""
-    prompts = []
-    for number, line in enumerate(Path(path).read_text().splitlines()):
-        if number % every == 0 and line.strip():
-            item = json.loads(line)
-            if "turns" not in item and "prompt" not in item:
-                raise ValueError(f"{path}, line {number + 1}: expected `turns` or `prompt`")
-            prompts.append(item["turns"][0] if "turns" in item else item["prompt"])
-    return prompts[:limit]
 
 
 def references(model, prompts: list[list[int]], new: int, progress) -> tuple[list[list[int]], float]:
@@ -155,7 +144,8 @@ def run_bench(args) -> int:
     source, _ = resolve_source(args.target)
     paths = {k: None if v == "none" else v for k, v in (("dflash", args.dflash), ("eagle3", args.eagle3))}
     decoder = WhiFlashDecoder.from_pretrained(args.target, **paths, device=args.device, dtype=args.dtype, max_cache_len=4096)
-    prompts = [encode_chat(decoder.tokenizer, p) for p in read_prompts(args.prompts, args.every, args.limit)]
+    texts = [text for _, text in read_prompts(args.prompts)][:: args.every][: args.limit]
+    prompts = [encode_chat(decoder.tokenizer, text) for text in texts]
     routers, new = args.routers.split(","), args.max_new_tokens
     decoder.generate(prompts[0], max_new_tokens=8)
     expected, peer_seconds = None, None
