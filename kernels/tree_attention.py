@@ -182,7 +182,7 @@ def tree_attention(
     _check(q, k_cache, v_cache, cache_len, k_tree, v_tree, words, depths, window, q0)
     group = Hq // Hkv
     BLOCK_D = max(16, triton.next_power_of_2(D))
-    options = pick("tree_attention", D=BLOCK_D, M=max(16, triton.next_power_of_2(T * group)), dtype=q.dtype)
+    options = pick("tree_attention", D=max(64, BLOCK_D), M=max(16, triton.next_power_of_2(T * group)), dtype=q.dtype)
     tiles = triton.cdiv(T * group, options["BLOCK_M"]) * Hkv
     splits = split_count(tiles * B, min(S, window) if window else S)
     shape = {"HEADS": Hkv, "GROUP": group, "D": D, "BLOCK_D": BLOCK_D}

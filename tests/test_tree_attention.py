@@ -238,6 +238,14 @@ def test_split_count_depends_on_shapes_alone():
     assert [split_count(programs, 131072) for programs in (1, 8, 16, 64, 400)] == [31, 31, 15, 3, 1]
 
 
+@pytest.mark.parametrize(("D", "rows", "block"), [(64, 512, 64), (128, 64, 64), (256, 16, 16), (256, 512, 32)])
+def test_launch_options_never_come_from_another_head_width(D, rows, block):
+    for dtype in ("fp16", "bf16"):
+        options = lookup.pick("tree_attention", D=D, M=rows, dtype=dtype)
+        assert options in [row.config for row in lookup.shipped("tree_attention") if row.key["D"] == D]
+        assert torch.cuda.is_available() or options["BLOCK_M"] == block
+
+
 STRIDES = [argument for argument in module._tree_attention_split_kernel.arg_names if argument.startswith("stride_")]
 
 
