@@ -174,6 +174,18 @@ def test_a_text_that_holds_the_mask_token():
         assert decoder.generate(s.prompt, max_new_tokens=20).sequences[0].tolist() == s.text[: len(s.prompt) + 20]
 
 
+@MODES
+def test_a_window_of_one(scratch):
+    """Every token sees itself alone. transformers' cache keeps too much here and departs from its own forward: use_cache=False."""
+    model, target = models("mistral", seed=1, sliding_window=1)
+    prompt = prompt_ids(3, 1)
+    text = hf_generate(model, prompt, max_new_tokens=30, use_cache=False)
+    oracle = OracleDrafter(text, itertools.cycle((2, 0, 4)), ROWS, branching=True)
+    stream = Stream(target, {"oracle": oracle}, static("oracle", 6), target.new_cache(ROWS, 10, scratch))
+    committed, _ = run(stream, prompt, 20)
+    assert committed == text[: len(committed)]
+
+
 def test_pending_rows_are_counted_and_caught_up():
     s = setting("llama")
     drafters = {kind: build(kind, s.target, ROWS, False) for kind in ("dflash", "eagle3")}
