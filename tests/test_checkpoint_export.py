@@ -257,9 +257,7 @@ def test_z_labs_package_loads_our_dflash(tmp_path, rope):
     model = pytest.importorskip("dflash.model", reason="needs z-lab's package: pip install --no-deps dflash==0.1.0")
     cfg, state = dflash(tmp_path, reduced=True)
     save_dflash(tmp_path / "out", replace(cfg, rope=rope or cfg.rope), state)
-    theirs, report = model.DFlashDraftModel.from_pretrained(
-        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
-    )
+    theirs, report = model.DFlashDraftModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     del state["draft_ids"]
     assert same(dict(theirs.state_dict()), state)

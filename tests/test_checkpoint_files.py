@@ -51,15 +51,11 @@ def test_missing_shard_and_false_index(tmp_path):
         load_eagle3(folder, target=make.target())
     index.write_text(good)
     (folder / "model-2-of-2.safetensors").unlink()
-    with pytest.raises(
-        CheckpointError, match="model-2-of-2.safetensors: missing, but model.safetensors.index.json lists"
-    ):
+    with pytest.raises(CheckpointError, match="model-2-of-2.safetensors: missing, but model.safetensors.index.json lists"):
         load_eagle3(folder, target=make.target())
 
 
-@pytest.mark.parametrize(
-    "text, message", [("{", "cannot be read as JSON"), ("[]", "holds list, expected a JSON object")]
-)
+@pytest.mark.parametrize("text, message", [("{", "cannot be read as JSON"), ("[]", "holds list, expected a JSON object")])
 def test_bad_config_file(tmp_path, text, message):
     folder = write(tmp_path, *make.zlab())
     (folder / "config.json").write_text(text)

@@ -95,9 +95,7 @@ def test_listed_order_and_last_layer(tmp_path, caplog):
 @pytest.mark.parametrize("fused", [False, True])
 def test_dflash_name_variants(tmp_path, fused):
     config, state = make.zlab(1)
-    variants = {
-        f"model.{n}".replace("layers.0", "midlayer").replace("model.fc", "encoder.fc"): t for n, t in state.items()
-    }
+    variants = {f"model.{n}".replace("layers.0", "midlayer").replace("model.fc", "encoder.fc"): t for n, t in state.items()}
     variants["encoder.output_norm_enc.weight"] = variants.pop("model.hidden_norm.weight")
     if fused:
         parts = [variants.pop(f"model.midlayer.self_attn.{p}_proj.weight") for p in "qkv"]
@@ -324,9 +322,7 @@ def test_hub_id(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("second", [(1, 24), (24,)])
-@pytest.mark.parametrize(
-    "names", [("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"), ("w1", "b1", "w2", "b2")]
-)
+@pytest.mark.parametrize("names", [("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"), ("w1", "b1", "w2", "b2")])
 def test_router_by_shape(tmp_path, second, names):
     tensors = dict(zip(names, make.fill({"a": (24, H), "b": (24,), "c": second, "d": (1,)}).values(), strict=True))
     write(tmp_path, None, tensors)
