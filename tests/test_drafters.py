@@ -226,3 +226,34 @@ def test_reset_and_limits(target):
     block, tensors = dflash(target)
     with pytest.raises(ValueError, match="dflash:6"):
         DFlashDrafter(block, tensors, target, rows=8).draft(tokens[:, :1], 6)
+
+
+def test_dflash_block_equals_z_labs_own_model(target, tmp_path):
+    """The exported file in z-lab's package drafts what ours drafts: same states, context fed in two pieces."""
+    package = pytest.importorskip("dflash.model", reason="needs z-lab's package: pip install --no-deps dflash==0.1.0")
+    import transformers
+
+    from whiflash_triton.checkpoints import save_dflash
+
+    config, tensors = dflash(target)
+    save_dflash(tmp_path, config, tensors, dtype=torch.float32)
+    theirs = package.DFlashDraftModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    tokens, features, _ = text(target)
+    ours = DFlashDrafter(config, tensors, target, rows=64)
+    cache, known = transformers.DynamicCache(), 0
+    with torch.no_grad():
+        for start in (9, 14):
+            ids = torch.full((1, config.block_size), config.mask_token_id)
+            ids[0, 0] = tokens[0, start]
+            context = features[:, :, known:start].permute(1, 2, 0, 3).reshape(1, start - known, -1)
+            states = theirs(
+                position_ids=torch.arange(known, start + config.block_size)[None],
+                noise_embedding=torch.nn.functional.embedding(ids, target.embed),
+                target_hidden=context,
+                past_key_values=cache,
+                use_cache=True,
+            )[:, -config.block_size :]
+            cache.crop(-config.block_size)
+            ours.ingest(features[:, :, known:start], tokens[:, known:start])
+            torch.testing.assert_close(ours.block_hidden(tokens[:, start : start + 1]), states, rtol=1e-4, atol=1e-5)
+            known = start
