@@ -49,8 +49,8 @@ class KVCache:
         self.rows, self.draft_rows = rows, draft_rows
         self.uses_scratch = device.type == "cuda" if scratch is None else scratch
         tail_rows = 0 if self.uses_scratch else draft_rows
-        self.kv = torch.zeros(*shape, rows + tail_rows, head_dim, dtype=dtype, device=device)
-        self.scratch = torch.zeros(*shape, draft_rows, head_dim, dtype=dtype, device=device) if self.uses_scratch else None
+        self.kv = torch.empty(*shape, rows + tail_rows, head_dim, dtype=dtype, device=device)
+        self.scratch = torch.empty(*shape, draft_rows, head_dim, dtype=dtype, device=device) if self.uses_scratch else None
         self.length = 0
         self.lengths = torch.zeros(1, dtype=torch.int32, device=device)
 

@@ -121,6 +121,7 @@ def add_bench_parser(subparsers) -> None:
     p = subparsers.add_parser("bench", help="prompts of a file under several routers: tau, tokens per second, exactness")
     p.add_argument("--prompts", type=Path, required=True, help="JSON lines with `turns` (first turn is used) or `prompt`")
     p.add_argument("--every", type=int, default=1, help="take every n-th line, from the first")
+    p.add_argument("--skip", type=int, default=0, help="leave out the first of the lines taken")
     p.add_argument("--limit", type=int)
     p.add_argument("--routers", default="static:ar,static:dflash,static:eagle3,entropy", help="comma separated; `random` too")
     p.add_argument("--max-new-tokens", type=int, default=96)
@@ -144,7 +145,7 @@ def run_bench(args) -> int:
     source, _ = resolve_source(args.target)
     paths = {k: None if v == "none" else v for k, v in (("dflash", args.dflash), ("eagle3", args.eagle3))}
     decoder = WhiFlashDecoder.from_pretrained(args.target, **paths, device=args.device, dtype=args.dtype, max_cache_len=4096)
-    texts = [text for _, text in read_prompts(args.prompts)][:: args.every][: args.limit]
+    texts = [text for _, text in read_prompts(args.prompts)][:: args.every][args.skip :][: args.limit]
     prompts = [encode_chat(decoder.tokenizer, text) for text in texts]
     routers, new = args.routers.split(","), args.max_new_tokens
     decoder.generate(prompts[0], max_new_tokens=8)

@@ -12,30 +12,33 @@ _PACK_RANGE = range(4, 33)  # below, and above, a plain product is as fast
 class Linear:
     """weights [N_i, K] each; several stay apart where they must not be copied (q, k, v of a live model)."""
 
-    __slots__ = ("weights", "biases", "packed")
+    __slots__ = ("weights", "biases", "packs", "packed")
 
     def __init__(self, weights: list[torch.Tensor], biases: list[torch.Tensor | None] | None = None):
         self.weights, self.biases = weights, biases or [None] * len(weights)
-        self.packed: torch.Tensor | None = None
+        self.packs = False
+        self.packed: torch.Tensor | None = None  # made at the first product of a few rows: loading stays quick
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., sum N_i]."""
-        if self.packed is not None and x.numel() // x.shape[-1] in _PACK_RANGE:
+        if self.packs and x.numel() // x.shape[-1] in _PACK_RANGE:
             return self._few_rows(x)
         if len(self.weights) == 1:
             return F.linear(x, self.weights[0], self.biases[0])
         return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True)], -1)
 
     def pack(self) -> None:
-        """Keep a copy laid out for a few rows at a time: in float32 MKL takes 2.5 times as long for 4 rows as for 3 without it.
+        """Allow a second copy laid out for few rows: in float32 MKL takes 2.5 times as long for 4 rows as for 3 without it.
 
         Does nothing where it would not help: other dtypes and devices, several weights, PyTorch without MKL.
         """
         w = self.weights[0]
-        if len(self.weights) == 1 and w.dtype == torch.float32 and w.device.type == "cpu" and torch.backends.mkl.is_available():
-            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(w.contiguous(), _PACK_ROWS)
+        on_cpu = w.device.type == "cpu" and torch.backends.mkl.is_available()
+        self.packs = len(self.weights) == 1 and w.dtype == torch.float32 and on_cpu
 
     def _few_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is None:
+            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weights[0].contiguous(), _PACK_ROWS)
         flat = x.reshape(-1, x.shape[-1])
         rows = flat.shape[0]
         padded = F.pad(flat, (0, 0, 0, -rows % _PACK_ROWS))

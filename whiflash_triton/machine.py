@@ -57,7 +57,7 @@ def tensor_bytes(*objects, packed: bool = False) -> int:
         seen.add(id(item))
         if isinstance(item, Linear):
             todo += [item.weights, item.biases]
-            if packed and item.packed is not None:
+            if packed and item.packs:
                 storages[id(item)] = item.weights[0].nbytes
         elif isinstance(item, torch.Tensor):
             if not packed:

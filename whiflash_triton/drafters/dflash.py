@@ -59,6 +59,10 @@ class DFlashDrafter:
             self.head = Linear([target.head[self.draft_ids]])
         else:
             self.head = target.lm_head
+        for linear in (self.context_kv, *(m for la in self.layers for m in (la.qkv, la.o, la.gate_up, la.down))):
+            linear.pack()
+        if self.head is not target.lm_head:
+            self.head.pack()
         self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, rows, c.block_size, target.dtype, target.device, scratch)
         half = rope_tables(c.rope, c.head_dim, rows + c.block_size, c.max_position_embeddings, target.device)
         self.tables = full_tables(*half, target.dtype)

@@ -13,7 +13,7 @@ from .base import RoundState
 class EntropyRouter:
     """threshold in nats; diffusion runs where entropy > threshold if `above`, else where entropy < threshold."""
 
-    def __init__(self, diffusion: Arm, autoregressive: Arm, threshold: float = 0.5, above: bool = False):
+    def __init__(self, diffusion: Arm, autoregressive: Arm, threshold: float = 0.05, above: bool = False):
         if not threshold >= 0:  # nor NaN
             raise ValueError(f"entropy threshold {threshold}: entropies are in nats, from 0 up")
         self.arms, self.threshold, self.above = (diffusion, autoregressive), threshold, above
