@@ -19,7 +19,7 @@ from whiflash_triton.routers.entropy import EntropyRouter
 from whiflash_triton.routers.neural import NeuralRouter
 from whiflash_triton.routers.static import StaticRouter
 
-DF, E3 = Arm("dflash", 3), Arm("eagle3", 2)
+DF, E3 = Arm("dflash", 2), Arm("eagle3", 2)
 CPU = torch.device("cpu")
 H, M = 48, 20
 
@@ -34,7 +34,7 @@ def state(entropy: float = 0.0, hidden: torch.Tensor | None = None) -> RoundStat
 
 @pytest.mark.parametrize(
     ("text", "arm"),
-    [("ar", Arm("ar")), ("dflash:4", Arm("dflash", 4)), ("eagle3:12", Arm("eagle3", 12)), ("dflash", DF), ("eagle3", E3)],
+    [("ar", Arm("ar")), ("dflash:4", Arm("dflash", 4)), ("eagle3:12", Arm("eagle3", 12)), ("dflash", Arm("dflash", 3)), ("eagle3", E3)],
 )
 def test_parse_arm(text, arm):
     assert parse_arm(text, {"dflash": 3, "eagle3": 2}) == arm
@@ -186,10 +186,11 @@ def test_specs(target, drafters, tmp_path, weights):
 
 
 def test_default_lengths_fit_the_drafter(target, drafters):
-    assert default_lengths(drafters, CPU) == {"dflash": 3, "eagle3": 2}
-    assert default_lengths(drafters, torch.device("cuda")) == {"dflash": 5, "eagle3": 7}
+    assert default_lengths(drafters, CPU, torch.bfloat16) == {"dflash": 3, "eagle3": 2}
+    assert default_lengths(drafters, CPU, torch.float32) == {"dflash": 2, "eagle3": 2}
+    assert default_lengths(drafters, torch.device("cuda"), torch.bfloat16) == {"dflash": 5, "eagle3": 7}
     short = {"dflash": SimpleNamespace(max_draft=1), "eagle3": SimpleNamespace(max_draft=1)}
-    assert default_lengths(short, CPU) == {"dflash": 1, "eagle3": 1}
+    assert default_lengths(short, CPU, torch.float32) == {"dflash": 1, "eagle3": 1}
 
 
 @pytest.mark.parametrize(

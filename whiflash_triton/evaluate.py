@@ -158,10 +158,11 @@ def run_bench(args) -> int:
             references(model, prompts[:1], 8, lambda: None)
             expected, peer_seconds = references(model, prompts, new, bar.update)
         results = evaluate(decoder, prompts, routers, new, expected, bar.update)
+    target = decoder.target
     peer_tokens = sum(map(len, expected)) if expected else 0
     report = {
         "prompts": len(prompts), "max_new_tokens": new, "dtype": str(decoder.target.dtype), "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "default_lengths": default_lengths(decoder.drafters, decoder.target.device),
+        "torch": torch.__version__, "default_lengths": default_lengths(decoder.drafters, target.device, target.dtype),
         "transformers_tokens_per_second": round(peer_tokens / peer_seconds, 2) if peer_seconds else None,
         "results": [r.row() for r in results],
     }  # fmt: skip

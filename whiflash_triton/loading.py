@@ -23,7 +23,9 @@ from .weights import resolve_folder
 
 log = logging.getLogger(__name__)
 ASSETS = Path(__file__).parent / "assets"
-CPU_LENGTHS = {"dflash": 3, "eagle3": 2}  # verification of more rows costs more there than the later slots bring
+# On a CPU verifying more rows costs more than the later slots bring; in float32 a fourth row alone costs half as much as the first.
+CPU_LENGTHS = {"dflash": 3, "eagle3": 2}
+CPU_FLOAT32_LENGTHS = {"dflash": 2, "eagle3": 2}
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -71,10 +73,11 @@ def load_drafters(
     return drafters
 
 
-def default_lengths(drafters: dict[str, Drafter], device: torch.device) -> dict[str, int]:
+def default_lengths(drafters: dict[str, Drafter], device: torch.device, dtype: torch.dtype) -> dict[str, int]:
     """Draft length of an arm that names none: short on CPU, the checkpoint's own elsewhere."""
     if device.type == "cpu":
-        return {kind: min(CPU_LENGTHS[kind], d.max_draft) for kind, d in drafters.items()}
+        lengths = CPU_FLOAT32_LENGTHS if dtype in (torch.float32, torch.float64) else CPU_LENGTHS
+        return {kind: min(lengths[kind], d.max_draft) for kind, d in drafters.items()}
     return {kind: d.max_draft if kind == "dflash" else min(7, d.max_draft) for kind, d in drafters.items()}
 
 
@@ -92,7 +95,7 @@ def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: 
         if not hasattr(spec, "choose") or not hasattr(spec, "arms"):
             raise TypeError(f"a router needs `arms` and `choose(state)`; got {type(spec).__name__}")
         return spec
-    lengths = default_lengths(drafters, target.device)
+    lengths = default_lengths(drafters, target.device, target.dtype)
     text = str(spec)
     if text == "auto":
         kinds = list(drafters)
