@@ -191,3 +191,13 @@ def test_a_router_that_breaks_its_word(decoder):
     decoder.use_router(SimpleNamespace(arms=(Arm("ar"),), choose=lambda state: Arm("dflash", 2)))
     with pytest.raises(ValueError, match="chose dflash:2, which its arms do not list: ar"):
         decoder.generate([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("tpu", "cpu, cuda or cuda:N"), ("cuda:x", "cpu, cuda or"), ("cuda:99", "not there")]
+)
+def test_devices_that_are_not_there(device, message):
+    from whiflash_triton.loading import pick_device
+
+    with pytest.raises(ValueError, match=message):
+        pick_device(device)

@@ -47,7 +47,7 @@ def test_live_model_lends_its_weights(parts, decoder):
 def test_folder_equals_live_model(parts, decoder):
     loaded = load(parts, tokenizer=None)
     assert loaded.tokenizer is None  # a model made in memory says nothing of a tokenizer
-    options = dict(dflash=parts.root / "dflash", eagle3=parts.root / "eagle3", dtype="float32", max_cache_len=128)
+    options = dict(dflash=parts.root / "dflash", eagle3=parts.root / "eagle3", device="cpu", dtype="float32", max_cache_len=128)
     loaded = WhiFlashDecoder.from_pretrained(str(parts.root / "target"), router="entropy", **options)
     assert loaded.eos_token_ids == [256, 257] and loaded.tokenizer.decode([65, 66]) == parts.tokenizer.decode([65, 66])
     for prompt in ("Hello", [{"role": "user", "content": "Hello"}], prompt_ids(vocab=250)):

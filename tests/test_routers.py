@@ -34,7 +34,13 @@ def state(entropy: float = 0.0, hidden: torch.Tensor | None = None) -> RoundStat
 
 @pytest.mark.parametrize(
     ("text", "arm"),
-    [("ar", Arm("ar")), ("dflash:4", Arm("dflash", 4)), ("eagle3:12", Arm("eagle3", 12)), ("dflash", Arm("dflash", 3)), ("eagle3", E3)],
+    [
+        ("ar", Arm("ar")),
+        ("dflash:4", Arm("dflash", 4)),
+        ("eagle3:12", Arm("eagle3", 12)),
+        ("dflash", Arm("dflash", 3)),
+        ("eagle3", E3),
+    ],
 )
 def test_parse_arm(text, arm):
     assert parse_arm(text, {"dflash": 3, "eagle3": 2}) == arm

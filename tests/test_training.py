@@ -182,7 +182,7 @@ def test_tiny_trio_drafts_well_and_meets_every_acceptance_length(kind):
     import random
 
     decoder = WhiFlashDecoder.from_pretrained(
-        str(TINY / "target"), dflash=TINY / "dflash", eagle3=TINY / "eagle3", dtype="float32", max_cache_len=256
+        str(TINY / "target"), dflash=TINY / "dflash", eagle3=TINY / "eagle3", device="cpu", dtype="float32", max_cache_len=256
     )
     rng = random.Random(99)
     prompts = [tiny.sentence(rng)[0] for _ in range(24)]
@@ -204,3 +204,62 @@ def test_assets_fit():
     size = sum(f.stat().st_size for f in ASSETS.rglob("*") if f.is_file())
     tiny_size = sum(f.stat().st_size for f in TINY.rglob("*") if f.is_file())
     assert size <= 30 * 2**20 and tiny_size <= 2 * 2**20
+
+
+def test_features_of_another_text_are_refused(text, tmp_path):
+    common = ["train", "features", "--target", str(TINY / "target"), "--features", str(tmp_path / "f"), "--max-len", "96"]
+    assert main([*common, "--data", str(text), "--max-rows", "70"]) == 0
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(reversed(text.read_text().splitlines(keepends=True))))
+    assert main([*common, "--data", str(other), "--max-rows", "70"]) == 2  # other rows
+    assert main([*common, "--data", str(text), "--max-rows", "80"]) == 2  # a last shard that was cut short
+    assert main([*common, "--data", str(text), "--max-rows", "60"]) == 2  # more shards than rows
+    assert main([*common, "--data", str(text), "--max-rows", "70"]) == 0
+
+
+def test_too_little_text_is_an_error_not_a_loop(features):
+    with pytest.raises(ValueError, match="less than one pack"):
+        next(packs(features, (2, 3), 10**6, seed=0))
+
+
+def test_a_run_with_other_settings_is_not_resumed(text, tmp_path, capsys):
+    base = ["train", "dflash", "--target", str(TINY / "target"), "--data", str(text), "--features", str(tmp_path / "f")]
+    base += [
+        "--max-len",
+        "96",
+        "--out",
+        str(tmp_path / "run"),
+        "--pack-tokens",
+        "256",
+        "--draft-vocab",
+        "60",
+        "--eval-prompts",
+        "1",
+    ]
+    assert main([*base, "--layers", "1", "--steps", "1"]) == 0
+    assert main([*base, "--layers", "1", "--steps", "2"]) == 0
+    assert main([*base, "--layers", "2", "--steps", "3"]) == 2
+    assert "other settings" in capsys.readouterr().err
+    assert main([*base, "--layers", "9", "--steps", "3"]) == 2
+    assert "give 1 to 4" in capsys.readouterr().err
+    assert main([*base, "--steps", "0"]) == 2
+
+
+def test_training_refuses_drafters_it_would_compute_wrongly(target, tmp_path):
+    from tests.tiny import eagle3
+    from whiflash_triton.checkpoints import save_eagle3
+    from whiflash_triton.training.commands import _start_from
+
+    config, tensors = eagle3(target, draft_vocab=60, norm_before_residual=True)
+    save_eagle3(tmp_path, config, tensors)
+    with pytest.raises(ValueError, match="norm_before_residual"):
+        _start_from("eagle3", tmp_path, target, torch.arange(60))
+    config, ids, params = _start_from("dflash", TINY / "dflash", target, torch.arange(60))
+    assert len(ids) == config.draft_vocab_size and all(p.requires_grad for p in params.values())
+
+
+def test_tiny_never_overwrites(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(ValueError, match="not empty"):
+        tiny.make_tiny(tmp_path)
+    assert (tmp_path / "mine.txt").read_text() == "keep"

@@ -9,6 +9,7 @@ A draft block's rows live in one of two places until they are committed:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +145,7 @@ class KVCache:
             self.scratch.fill_(float("nan"))
 
 
+@lru_cache(maxsize=64)
 def _full_words(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     from .tree import mask_to_words
 

@@ -106,7 +106,9 @@ def arm_shares(rounds: list) -> dict[str, float]:
 def run_generate(args: argparse.Namespace) -> int:
     from .stats import Stats
 
-    prompt = args.prompt if args.prompt is not None else sys.stdin.read()
+    if args.prompt is None and sys.stdin.isatty():
+        raise ValueError("give a prompt, or pipe one in")
+    prompt = args.prompt if args.prompt is not None else sys.stdin.read().removesuffix("\n")
     decoder = load_decoder(args)
     if args.json:
         out = decoder.generate(prompt, max_new_tokens=args.max_new_tokens)

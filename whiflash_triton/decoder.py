@@ -13,7 +13,7 @@ import torch
 
 from .arms import Arm
 from .drafters.base import Drafter
-from .loading import build_router, default_dtype, load_drafters, load_tokenizer, resolve_source
+from .loading import build_router, default_dtype, load_drafters, load_tokenizer, pick_device, resolve_source
 from .routers.base import Router
 from .scheduler import Step, Stream
 from .stats import Output, Round, Stats
@@ -319,13 +319,14 @@ def _ids_of(name: str, value) -> list[int]:
 def _place(target, device, dtype) -> tuple[torch.device, torch.dtype]:
     """Where and in what the target runs; a live model stays what it is."""
     if not hasattr(target, "state_dict"):
-        device = torch.device(device) if device else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = pick_device(device)
         return device, _dtype(dtype, device)
     if not hasattr(target, "config") or not hasattr(target, "device"):
         raise TypeError(f"a live target must be a transformers PreTrainedModel, not {type(target).__name__}")
     if dtype is not None and _dtype(dtype, target.device) != target.dtype:
         raise ValueError(f"dtype {dtype}: a live model lends its weights as they are, {target.dtype}; call model.to(dtype) first")
-    if device is not None and torch.device(device).type != target.device.type:
+    asked = target.device if device is None else torch.device(device)
+    if asked.type != target.device.type or asked.index not in (None, target.device.index):
         raise ValueError(f"device {device}: a live model lends its weights where they are, {target.device}; move it first")
     return target.device, target.dtype
 
@@ -336,6 +337,8 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype {dtype!r} is not supported: float32, bfloat16, float16 or float64")
+    if found == torch.float64 and device.type == "cuda":
+        raise ValueError("dtype float64 has no kernels on CUDA: choose float32, bfloat16 or float16")
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 
 from .arms import Arm
 from .decoder import WhiFlashDecoder
-from .demo import read_prompts
-from .loading import default_lengths, resolve_source
+from .demo import read_prompts, transformers_side
+from .loading import default_lengths
 from .routers.base import RoundState
 from .training.data import encode_chat
 
@@ -60,17 +59,6 @@ class Result:
             "ties": self.ties,
             "rounds": dict(self.rounds),
         }
-
-
-def references(model, prompts: list[list[int]], new: int, progress) -> tuple[list[list[int]], float]:
-    """transformers' greedy tokens for every prompt, and the seconds they took."""
-    out, begin = [], time.perf_counter()
-    for ids in prompts:
-        given = torch.tensor([ids], device=model.device)
-        done = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False)
-        out.append(done[0, len(ids) :].tolist())
-        progress()
-    return out, time.perf_counter() - begin
 
 
 @torch.inference_mode()
@@ -142,21 +130,24 @@ def run_bench(args) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    source, _ = resolve_source(args.target)
     paths = {k: None if v == "none" else v for k, v in (("dflash", args.dflash), ("eagle3", args.eagle3))}
     decoder = WhiFlashDecoder.from_pretrained(args.target, **paths, device=args.device, dtype=args.dtype, max_cache_len=4096)
     texts = [text for _, text in read_prompts(args.prompts)][:: args.every][args.skip :][: args.limit]
     prompts = [encode_chat(decoder.tokenizer, text) for text in texts]
+    if not prompts:
+        raise ValueError(f"{args.prompts}: no prompt is left after --every, --skip and --limit")
     routers, new = args.routers.split(","), args.max_new_tokens
-    decoder.generate(prompts[0], max_new_tokens=8)
+    evaluate(decoder, prompts[:1], routers, 8, None, lambda: None)  # warm-up
     expected, peer_seconds = None, None
     with tqdm(total=len(prompts) * (len(routers) + args.peer), unit="text", file=sys.stderr) as bar:
         if args.peer:
-            from transformers import AutoModelForCausalLM
-
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=decoder.target.dtype).to(decoder.target.device)
-            references(model, prompts[:1], 8, lambda: None)
-            expected, peer_seconds = references(model, prompts, new, bar.update)
+            peer = transformers_side(decoder, args.target)
+            peer(prompts[0], 8)
+            runs = []
+            for ids in prompts:
+                runs.append(peer(ids, new))
+                bar.update()
+            expected, peer_seconds = [run.tokens for run in runs], sum(run.seconds for run in runs)
         results = evaluate(decoder, prompts, routers, new, expected, bar.update)
     target = decoder.target
     peer_tokens = sum(map(len, expected)) if expected else 0

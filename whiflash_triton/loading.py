@@ -28,6 +28,18 @@ CPU_LENGTHS = {"dflash": 3, "eagle3": 2}
 CPU_FLOAT32_LENGTHS = {"dflash": 2, "eagle3": 2}
 
 
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """None: CUDA where there is one. ValueError for a device that is not there or that nothing here runs on."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = str(device).partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"device {str(device)!r} is not supported: cpu, cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {str(device)!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device(device)
+
+
 def default_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device computes in it, else float32."""
     if device.type == "cuda":

@@ -62,6 +62,9 @@ def _implementation(name: str, anchor: Tensor) -> Callable:
 def _call(name: str, *args, **kwargs):
     if torch.compiler.is_compiling():
         return getattr(torch.ops.whiflash, name)(*args, **kwargs)
+    if args[0].is_cuda:
+        with torch.cuda.device(args[0].device):  # Triton launches on the current device, whatever its tensors' is
+            return _implementation(name, args[0])(*args, **kwargs)
     return _implementation(name, args[0])(*args, **kwargs)
 
 

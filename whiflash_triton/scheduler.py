@@ -56,7 +56,7 @@ class Stream:
         sample = ops.block_sampling(self.target.logits(hidden)[0])
         self.anchor = sample.token.view(1, 1)
         self.state = RoundState(hidden[0, -1], sample.entropy[0], tokens.shape[1], {})
-        return Step([self._host(sample.token)[0]], [Arm("ar")], None)
+        return Step([*self._not_nan(sample.token.tolist())], [Arm("ar")], None)
 
     def round(self, max_draft: int) -> Step:
         """max_draft: drafts that still fit the cache beside the anchor."""
@@ -79,12 +79,13 @@ class Stream:
         lap("verify")
         sample = ops.block_sampling(logits)
         path, path_len, bonus = ops.tree_walk(tree.tokens, tree.parents.view(1, -1), sample.token.view(1, -1))
-        kept = self._host(path_len)[0]  # the round's one wait for the device
-        nodes = path[0, :kept].long()
-        new = self._host(torch.cat((tree.tokens[0, nodes[1:]], bonus)))
+        # One transfer holds all that the host needs; on CUDA it waits for the round, so `accept` carries the device's time.
+        kept, end, *rest = torch.cat((path_len.long(), bonus, path[0].long(), tree.tokens[0])).tolist()
+        nodes, drafted = rest[:kept], rest[path.shape[1] :]
+        new = self._not_nan([*(drafted[node] for node in nodes[1:]), end])
         lap("accept")
         kept_features = self.cache.commit(path, path_len, kept, tree.is_chain, features)
-        self._ingest(kept_features, tree.tokens[:, nodes])
+        self._ingest(kept_features, tree.tokens[:, :kept] if tree.is_chain else tree.tokens[:, path[0, :kept].long()])
         last = nodes[-1]
         self.anchor = bonus.view(1, 1)
         self.state.hidden, self.state.entropy = hidden[0, last], sample.entropy[last]
@@ -111,8 +112,7 @@ class Stream:
             drafter.ingest(features[self.tap_rows[name]], tokens)
 
     @staticmethod
-    def _host(tokens: torch.Tensor) -> list[int]:
-        values = tokens.tolist()
-        if -1 in values:
+    def _not_nan(tokens: list[int]) -> list[int]:
+        if -1 in tokens:
             raise NaNLogits("the target's logits hold NaN: try float32, or check the weights")
-        return values
+        return tokens

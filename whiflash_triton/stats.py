@@ -14,7 +14,10 @@ PHASES = ("route", "draft", "verify", "accept", "commit")
 @dataclass
 class Round:
     """drafted, accepted: draft tokens, without anchor and bonus; committed: tokens the text kept, bonus included;
-    caught_up: pending rows the arm ingested first. Tokens after a stop count nowhere."""
+    caught_up: pending rows the arm ingested first. Tokens after a stop count nowhere.
+
+    ms is the host's clock: on CUDA the device's time falls to the phase that waits for it, `accept`.
+    """
 
     arm: Arm
     drafted: int

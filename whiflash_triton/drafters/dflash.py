@@ -68,16 +68,21 @@ class DFlashDrafter:
         self.tables = full_tables(*half, target.dtype)
         self.context_tables = tuple(table.repeat(1, 2) for table in half)  # [rows, D], the form kv_injection takes
         self.queue = Pending()
-        self.tokens: list[int] = []  # the committed token of every row in the cache
+        self.ingested: list[torch.Tensor] = []  # the committed tokens of the cache's rows, int64 [B, T] pieces
 
     @property
     def pending(self) -> int:
         return self.queue.rows
 
+    @property
+    def tokens(self) -> list[int]:
+        """The committed token of every row in the cache."""
+        return [t for piece in self.ingested for t in piece[0].tolist()]
+
     def reset(self) -> None:
         self.cache.set_length(0)
         self.queue.clear()
-        self.tokens.clear()
+        self.ingested.clear()
 
     def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
         """features [taps, B, T, H] in this drafter's tap order, tokens int64 [B, T]: the rows after the last ingested one."""
@@ -96,7 +101,7 @@ class DFlashDrafter:
         cos, sin = (table[start : start + count] for table in self.context_tables)
         ops.kv_injection(projected, self.context_k_norm, cos, sin, self.cache.kv, self.cache.lengths, c.rms_norm_eps)
         self.cache.set_length(start + count)
-        self.tokens.extend(tokens[0].tolist())
+        self.ingested.append(tokens)
 
     def block_hidden(self, anchor: torch.Tensor) -> torch.Tensor:
         """anchor int64 [B, 1] -> the block's states after the final norm [B, block_size, H]."""

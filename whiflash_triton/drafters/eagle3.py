@@ -59,17 +59,22 @@ class Eagle3Drafter:
         self.tables = full_tables(*half, target.dtype)
         self.queue = Pending()
         self.newest: tuple[torch.Tensor, torch.Tensor] | None = None  # features and token of the cache's last row
-        self.tokens: list[int] = []  # the token embedded in every row of the cache
+        self.ingested: list[torch.Tensor] = []  # the tokens embedded in the cache's rows, int64 [B, T] pieces
 
     @property
     def pending(self) -> int:
         return self.queue.rows
 
+    @property
+    def tokens(self) -> list[int]:
+        """The token embedded in every row of the cache, each the one after its row's own."""
+        return [t for piece in self.ingested for t in piece[0].tolist()]
+
     def reset(self) -> None:
         self.cache.set_length(0)
         self.queue.clear()
         self.newest = None
-        self.tokens.clear()
+        self.ingested.clear()
 
     def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
         """features [taps, B, T, H] in this drafter's tap order, tokens int64 [B, T]: the rows after the last ingested one.
@@ -116,7 +121,7 @@ class Eagle3Drafter:
         k, v = self._keys_values(self._inputs(hidden, tokens), start)
         self.cache.kv[0, 0, :, :, start : start + count] = k.transpose(1, 2)
         self.cache.kv[0, 1, :, :, start : start + count] = v.transpose(1, 2)
-        self.tokens.extend(tokens[0].tolist())
+        self.ingested.append(tokens)
 
     def _catch_up(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Commit every pending row but the newest; returns the newest row's state [B, 1, H] and its token."""
@@ -150,7 +155,7 @@ class Eagle3Drafter:
             raise ValueError(f"eagle3:{size} is out of range: this drafter was made for 1 to {self.max_draft} drafts")
         hidden, token = self._catch_up(anchor)
         start = self.cache.length
-        # The newest committed row runs again as draft row 0, now with its query; the cache keeps the committed copy.
+        # The newest committed row runs again as draft row 0, now with its query; in the cache's tail it rewrites itself.
         self.cache.set_length(start - 1)
         tree, drafted = chain(anchor.new_zeros(1, size)), [anchor]
         for step in range(size):

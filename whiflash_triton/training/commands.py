@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from ..checkpoints import DFlashConfig, Eagle3Config, TargetShape, load_dflash, load_eagle3, save_dflash, save_eagle3
-from ..loading import load_tokenizer, resolve_source
+from ..loading import load_tokenizer, pick_device, resolve_source
 from ..target import Target
 from ..weights import load_target
 from .data import ROWS_PER_SHARD, Row, read_rows, shard_path, write_features
-from .drafters import RECIPES, dflash_taps, draft_vocabulary, eagle3_taps, train
+from .drafters import RECIPES, dflash_taps, draft_vocabulary, eagle3_taps, stored_ids, train
 from .models import Params
 from .packs import list_shards
 from .tau import held_out_tau
@@ -85,7 +85,7 @@ def _common(p: argparse.ArgumentParser) -> None:
 def _target(args) -> tuple[Target, object, list[Row], int]:
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = pick_device(args.device)
     source, _ = resolve_source(args.target)
     target, config = load_target(source, device, torch.float32)
     tokenizer = load_tokenizer(source)
@@ -114,6 +114,13 @@ def cache_features(target: Target, rows: list[Row], folder: Path, part: tuple[in
     shards = range(part[0] - 1, (len(rows) + ROWS_PER_SHARD - 1) // ROWS_PER_SHARD, part[1])
     left = [i for i in shards if not shard_path(folder, i).exists()]
     tokens = sum(len(r.tokens) for i in left for r in rows[i * ROWS_PER_SHARD : (i + 1) * ROWS_PER_SHARD])
+    extra = [
+        p
+        for p in folder.glob("shard-*.safetensors")
+        if int(p.stem.split("-")[1]) >= (len(rows) + ROWS_PER_SHARD - 1) // ROWS_PER_SHARD
+    ]
+    if extra:
+        raise ValueError(f"{folder} holds more shards than this text has ({extra[0].name}): give another --features folder")
     with _bar(tokens, "features", "tok") as bar:
         write_features(target, rows, folder, _shared_taps(target.config.num_layers), shards, bar.update)
 
@@ -130,6 +137,8 @@ def run_features(args) -> int:
 def drafter_config(kind: str, target: Target, vocab: int, layers: int = 3, block_size: int = 8, mask: int = 0):
     """The shape a new drafter gets: the target's own sizes, published default taps."""
     t = target.config
+    if kind == "dflash" and not 1 <= layers <= t.num_layers:
+        raise ValueError(f"{layers} draft layers: they start from the target's own, so give 1 to {t.num_layers}")
     common = dict(
         hidden_size=t.hidden_size,
         intermediate_size=t.intermediate_size,
@@ -170,15 +179,18 @@ def save_drafter(kind: str, folder: Path, config, params: Params, ids: torch.Ten
 
 def run_train(args) -> int:
     kind = args.kind
+    if (args.steps if args.minutes is None else args.minutes) <= 0 or args.eval_prompts < 1:
+        raise ValueError("--steps, --minutes and --eval-prompts must be positive")
     target, tokenizer, rows, end = _target(args)
     cache_features(target, rows, args.features)
     t = target.config
+    ids = stored_ids(args.out)
+    if ids is None:
+        ids = draft_vocabulary(list_shards(args.features)[1:], args.draft_vocab, t.vocab_size)
+    init = None
     if args.init is not None:
-        config, tensors = _load(kind, args.init, target)
-        ids = tensors.pop("draft_ids")
-        init = {k: v.float().to(target.device).requires_grad_() for k, v in tensors.items()}
+        config, ids, init = _start_from(kind, args.init, target, ids)
     else:
-        ids, init = draft_vocabulary(list_shards(args.features)[1:], args.draft_vocab, t.vocab_size), None
         more = {}
         if kind == "dflash":
             mask = args.mask_token if args.mask_token is not None else mask_row(tokenizer, rows, t.vocab_size)
@@ -207,6 +219,20 @@ def run_train(args) -> int:
             evaluate=evaluate, evaluate_minutes=args.eval_minutes, progress=progress,
         )  # fmt: skip
     return 0
+
+
+def _start_from(kind: str, folder: Path, target: Target, ids: torch.Tensor) -> tuple[object, torch.Tensor, Params]:
+    """Config, draft vocabulary, parameters of a drafter to train on; ValueError for what the training forward does not compute."""
+    config, tensors = _load(kind, folder, target)
+    ids = tensors.pop("draft_ids", ids)
+    flags = ("attention_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+    on = [name for name in flags if getattr(config, name, False)]
+    own = [n for n in tensors if n == "embed_tokens.weight" or (n == "lm_head.weight" and kind == "dflash")]
+    outside = sorted(set(config.taps) - set(_shared_taps(target.config.num_layers)))
+    if on or own or outside:
+        raise ValueError(f"{folder}: training does not support its {', '.join(map(str, on + own + [f'tap {t}' for t in outside]))}")
+    config = replace(config, draft_vocab_size=len(ids))
+    return config, ids, {k: v.float().to(target.device).requires_grad_() for k, v in tensors.items()}
 
 
 def _load(kind: str, folder: Path, target: Target):

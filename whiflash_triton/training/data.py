@@ -74,7 +74,10 @@ def write_features(target: Target, rows: list[Row], folder: Path, taps: tuple[in
     every = (*sorted(set(taps)), target.config.num_layers)
     for index in shards:
         part = rows[index * ROWS_PER_SHARD : (index + 1) * ROWS_PER_SHARD]
-        if not part or shard_path(folder, index).exists():
+        if not part:
+            continue
+        if shard_path(folder, index).exists():
+            check_shard(shard_path(folder, index), part, every)
             continue
         cache = target.new_cache(max(len(r.tokens) for r in part), 1)
         features, choices = [], []
@@ -96,6 +99,14 @@ def write_features(target: Target, rows: list[Row], folder: Path, taps: tuple[in
         os.replace(partial, shard_path(folder, index))
         if progress is not None:
             progress(len(tensors["tokens"]))
+
+
+def check_shard(path: Path, rows: list[Row], taps: tuple[int, ...]) -> None:
+    """ValueError if the shard was cached from other rows or taps."""
+    shard = Shard(path)
+    same = shard.taps == taps and shard.prompt_lens == [r.prompt_len for r in rows]
+    if not same or shard.tokens.tolist() != [t for r in rows for t in r.tokens]:
+        raise ValueError(f"{path} holds features of another text, length limit or taps: give another features folder")
 
 
 class Shard:

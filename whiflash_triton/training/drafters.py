@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -179,6 +179,8 @@ def train(
     params = init
     if state_file.exists():
         params, moments, meta = _load_state(state_file, target.device)
+        if meta["config"] != _plain(config) or not torch.equal(moments["draft_ids"], ids.to(target.device)):
+            raise ValueError(f"{state_file} belongs to a run with other settings or draft vocabulary: give another --out")
         step, spent, seen = meta["step"], meta["seconds"], meta["tokens"]
     elif params is None:
         held = Shard(list_shards(features)[0])
@@ -236,28 +238,47 @@ def train(
             progress(done, loss.item(), hits)
         now = time.monotonic()
         if now - saved > 60 * every_minutes:
-            _checkpoint(state_file, params, optimizer, step, now - begin, seen, export)
+            _checkpoint(state_file, params, optimizer, config, ids, {"step": step, "seconds": now - begin, "tokens": seen}, export)
             saved = now
         if evaluate is not None and now - evaluated > 60 * evaluate_minutes:
             log.write(json.dumps({"step": step, "tokens": seen, "tau": evaluate(params)}) + "\n")
             log.flush()
             evaluated = time.monotonic()
-    _checkpoint(state_file, params, optimizer, step, time.monotonic() - begin, seen, export)
+    _checkpoint(
+        state_file, params, optimizer, config, ids, {"step": step, "seconds": time.monotonic() - begin, "tokens": seen}, export
+    )
     if evaluate is not None:
         log.write(json.dumps({"step": step, "tokens": seen, "tau": evaluate(params)}) + "\n")
     log.close()
     return params
 
 
-def _checkpoint(path: Path, params: Params, optimizer, step: int, seconds: float, seen: int, export) -> None:
-    tensors = {f"param.{k}": v.detach() for k, v in params.items()}
+def _plain(config) -> dict:
+    """The config as JSON keeps it."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def stored_ids(out: Path) -> torch.Tensor | None:
+    """The draft vocabulary of an interrupted run, None where there is none."""
+    path = out / "state.safetensors"
+    if not path.exists():
+        return None
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor("draft_ids")
+
+
+def _checkpoint(path: Path, params: Params, optimizer, config, ids: torch.Tensor, meta: dict, export) -> None:
+    tensors = {f"param.{k}": v.detach() for k, v in params.items()} | {"draft_ids": ids}
     for name, w in params.items():
         if w in optimizer.state:
             tensors[f"first.{name}"] = optimizer.state[w]["exp_avg"]
             tensors[f"second.{name}"] = optimizer.state[w]["exp_avg_sq"]
-    meta = {"step": step, "seconds": seconds, "tokens": seen}
     partial = path.with_suffix(".partial")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata={"progress": json.dumps(meta)})
+    save_file(
+        {k: v.contiguous() for k, v in tensors.items()},
+        partial,
+        metadata={"progress": json.dumps(meta | {"config": _plain(config)})},
+    )
     os.replace(partial, path)
     if export is not None:
         export(params, meta)

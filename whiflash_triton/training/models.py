@@ -199,7 +199,7 @@ def init_eagle3(c: Eagle3Config, target: Target, draft_ids: torch.Tensor, seed: 
         "lm_head.weight": target.head[draft_ids].float(),
     }
     for name, weight in zip("qkv", _split_qkv(target, -1), strict=True):
-        embedding_half = torch.randn(weight.shape, generator=g) * 0.02
+        embedding_half = (torch.randn(weight.shape, generator=g) * 0.02).to(weight.device)
         p[f"layers.0.self_attn.{name}_proj.weight"] = torch.cat((embedding_half, weight), 1)
     return _trainable(p, target.device)
 

@@ -32,6 +32,7 @@ def packs(folder: Path, taps: tuple[int, ...], tokens: int, seed: int, start: in
         order = random.Random(f"{seed}-{epoch}")
         files = list_shards(folder)[1:]
         order.shuffle(files)
+        before = index
         filling: list[tuple[Shard, int, int]] = []
         used = 0
         for file in files:
@@ -48,6 +49,8 @@ def packs(folder: Path, taps: tuple[int, ...], tokens: int, seed: int, start: in
                         yield index, _pack(filling, taps, tokens)
                     index += 1
                     filling, used = [], 0
+        if index == before:
+            raise ValueError(f"{folder} holds less than one pack of {tokens} tokens beside the held-out shard: give more text")
         epoch += 1
 
 

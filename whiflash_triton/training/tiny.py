@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -131,11 +130,12 @@ def make_tiny(out: Path, rows: int = 1600, drafter_steps: int = 400) -> None:
     """Train everything into out/target, out/dflash and out/eagle3: about two minutes on two CPU cores."""
     from .commands import _bar, drafter_config, save_drafter
 
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: give a new folder")
     encode = tokenizer()
     with _bar(5, "tiny trio", "part") as bar, tempfile.TemporaryDirectory() as scratch:
         model = train_target()
         bar.update()
-        shutil.rmtree(out, ignore_errors=True)
         model.generation_config.eos_token_id = 0
         model.to(torch.bfloat16).save_pretrained(out / "target")
         encode.save_pretrained(out / "target")
