@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.tiny import dflash, eagle3, hf_model
+from whiflash_triton.arms import Arm
 from whiflash_triton.drafters.dflash import DFlashDrafter
 from whiflash_triton.drafters.eagle3 import Eagle3Drafter
 from whiflash_triton.training.models import Pack, Rope, dflash_forward, eagle3_forward
@@ -69,7 +70,7 @@ def test_dflash_block_equals_training_forward(target, draft_vocab, scratch):
             drafter.ingest(features[:, :, known:anchor], tokens[:, known:anchor])
             states = drafter.block_hidden(tokens[:, anchor : anchor + 1])[0]
             torch.testing.assert_close(states, reference, rtol=1e-5, atol=1e-6)
-            tree = drafter.draft(tokens[:, anchor : anchor + 1], 3)
+            tree = drafter.draft(tokens[:, anchor : anchor + 1], Arm("dflash", 3), 9)
             logits = target.logits(states[1:4])
             if draft_vocab is not None:
                 outside = torch.ones(target.config.vocab_size, dtype=torch.bool)
@@ -162,14 +163,14 @@ def test_eagle3_drafts_by_definition(target, flags, scratch):
             known = start
             expected = eagle3_by_hand(target, config, tensors, features[:, :, :start], tokens[0, : start + 1].tolist(), 5)
             for _ in range(2):  # drafting twice from one state changes nothing
-                tree = drafter.draft(tokens[:, start : start + 1], 5)
+                tree = drafter.draft(tokens[:, start : start + 1], Arm("eagle3", 5), 9)
                 assert tree.tokens[0, 1:].tolist() == expected
 
 
 def rebuilt(build, features, tokens):
     drafter = build(pending_limit=10**6)
     drafter.ingest(features[:, :, : tokens.shape[1] - 1], tokens[:, :-1])
-    drafter.draft(tokens[:, -1:], 1)
+    drafter.draft(tokens[:, -1:], Arm("any", 1), 1)
     return drafter
 
 
@@ -194,10 +195,10 @@ def test_cache_after_any_sequence_equals_a_rebuilt_one(target, kind, limit, seed
             assert drafter.cache.length + drafter.pending == at
             assert drafter.pending <= max(limit, 1)
             if rng.random() < 0.4:
-                drafter.draft(tokens[:, at : at + 1], rng.randint(1, 5))
+                drafter.draft(tokens[:, at : at + 1], Arm(kind, 5), rng.randint(1, 5))
                 assert drafter.pending == 0 and drafter.cache.length == at
                 drafter.cache.poison()
-        drafter.draft(tokens[:, 38:39], 1)
+        drafter.draft(tokens[:, 38:39], Arm(kind, 1), 9)
         fresh = rebuilt(build, features, tokens[:, :39])
     assert drafter.cache.length == fresh.cache.length == 38
     first = 0 if kind == "dflash" else 1  # EAGLE-3 embeds the following token
@@ -211,21 +212,21 @@ def test_reset_and_limits(target):
     tokens, features, _ = text(target)
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="ingest the prompt"):
-            drafter.draft(tokens[:, :1], 1)
+            drafter.draft(tokens[:, :1], Arm("eagle3", 1), 9)
         drafter.ingest(features[:, :, :9], tokens[:, :9])
         with pytest.raises(ValueError, match="max_cache_len"):
-            drafter.draft(tokens[:, 9:10], 1)
+            drafter.draft(tokens[:, 9:10], Arm("eagle3", 1), 9)
         drafter.reset()
         drafter.ingest(features[:, :, :4], tokens[:, :4])
-        first = drafter.draft(tokens[:, 4:5], 3).tokens
+        first = drafter.draft(tokens[:, 4:5], Arm("eagle3", 3), 9).tokens
         with pytest.raises(ValueError, match="eagle3:17"):
-            drafter.draft(tokens[:, 4:5], 17)
+            drafter.draft(tokens[:, 4:5], Arm("eagle3", 17), 99)
         fresh = Eagle3Drafter(config, tensors, target, rows=8)
         fresh.ingest(features[:, :, :4], tokens[:, :4])
-        assert torch.equal(first, fresh.draft(tokens[:, 4:5], 3).tokens)
+        assert torch.equal(first, fresh.draft(tokens[:, 4:5], Arm("eagle3", 3), 9).tokens)
     block, tensors = dflash(target)
     with pytest.raises(ValueError, match="dflash:6"):
-        DFlashDrafter(block, tensors, target, rows=8).draft(tokens[:, :1], 6)
+        DFlashDrafter(block, tensors, target, rows=8).draft(tokens[:, :1], Arm("dflash", 6), 9)
 
 
 def test_dflash_block_equals_z_labs_own_model(target, tmp_path):

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from ..arms import Arm
 from ..cache import KVCache
 from ..tree import DraftTree
 
@@ -26,8 +27,9 @@ class Drafter(Protocol):
     @property
     def pending(self) -> int: ...
     def reset(self) -> None: ...
+    def crop(self, length: int) -> None: ...
     def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None: ...
-    def draft(self, anchor: torch.Tensor, size: int) -> DraftTree: ...
+    def draft(self, anchor: torch.Tensor, arm: Arm, max_depth: int) -> DraftTree: ...
 
 
 class Pending:
@@ -55,5 +57,21 @@ class Pending:
         taps, b, _, h = features.shape
         return features[:, :, :count].permute(1, 2, 0, 3).reshape(b, count, taps * h), tokens[:, :count]
 
+    def keep(self, rows: int) -> None:
+        """Drop all but the oldest `rows` rows."""
+        self.tokens = keep_rows(self.tokens, rows)
+        self.features = [f[:, :, : t.shape[1]] for f, t in zip(self.features, self.tokens, strict=False)]
+        self.rows = min(self.rows, rows)
+
     def clear(self) -> None:
         self.features, self.tokens, self.rows = [], [], 0
+
+
+def keep_rows(pieces: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    """The oldest `rows` tokens of int64 [B, T] pieces."""
+    kept = []
+    for piece in pieces:
+        if rows > 0:
+            kept.append(piece[:, :rows])
+        rows -= piece.shape[1]
+    return kept

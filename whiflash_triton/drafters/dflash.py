@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
+from ..arms import Arm
 from ..cache import KVCache
 from ..checkpoints import DFlashConfig
 from ..layers import Linear, fused, rms_norm, swiglu
 from ..rope import apply_rope, full_tables, rope_tables
 from ..target import Target
 from ..tree import DraftTree, chain
-from .base import PENDING_LIMIT, Pending
+from .base import PENDING_LIMIT, Pending, keep_rows
 
 
 @dataclass
@@ -84,6 +85,14 @@ class DFlashDrafter:
         self.queue.clear()
         self.ingested.clear()
 
+    def crop(self, length: int) -> None:
+        """Forget the rows of tokens `length` and later, cached or pending; a row depends on its own token and those before."""
+        known = self.cache.length
+        self.queue.keep(max(length - known, 0))
+        if length < known:
+            self.cache.set_length(length)
+            self.ingested = keep_rows(self.ingested, length)
+
     def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
         """features [taps, B, T, H] in this drafter's tap order, tokens int64 [B, T]: the rows after the last ingested one."""
         self.queue.add(features, tokens)
@@ -121,8 +130,9 @@ class DFlashDrafter:
             x = x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
         return rms_norm(x, self.norm, c.rms_norm_eps)
 
-    def draft(self, anchor: torch.Tensor, size: int) -> DraftTree:
-        """anchor int64 [B, 1]; the trained block is drafted, the head applied to slots 1..size. A chain of size + 1 nodes."""
+    def draft(self, anchor: torch.Tensor, arm: Arm, max_depth: int) -> DraftTree:
+        """anchor int64 [B, 1]; the trained block is drafted, the head applied to the first slots. A chain of at most max_depth."""
+        size = min(arm.size, max_depth)
         if not 1 <= size <= self.max_draft:
             raise ValueError(f"dflash:{size} is out of range: this drafter's block holds 1 to {self.max_draft} drafts")
         hidden = self.block_hidden(anchor)[:, 1 : size + 1]

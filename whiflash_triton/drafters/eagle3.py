@@ -10,16 +10,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..arms import Arm
 from ..cache import KVCache
 from ..checkpoints import Eagle3Config
 from ..layers import Linear, fused, rms_norm, swiglu
 from ..rope import apply_rope, full_tables, rope_tables
 from ..target import Target
 from ..tree import DraftTree, chain
-from .base import PENDING_LIMIT, Pending
+from .base import PENDING_LIMIT, Pending, keep_rows
 from .dflash import _cast
 
 MAX_DRAFT = 16
+MAX_TREE_ROWS = 1 + 16 * 7  # the newest committed row and the frontiers of a tree
 
 
 class Eagle3Drafter:
@@ -76,6 +78,18 @@ class Eagle3Drafter:
         self.newest = None
         self.ingested.clear()
 
+    def crop(self, length: int) -> None:
+        """Forget the rows from `length` on, cached or pending.
+
+        A cached row i embeds token i + 1: to keep what two texts share, crop to one row less than their common prefix of tokens.
+        """
+        known = self.cache.length
+        self.queue.keep(max(length - known, 0))
+        if length < known:
+            self.cache.set_length(length)
+            self.ingested = keep_rows(self.ingested, length)
+            self.newest = None
+
     def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
         """features [taps, B, T, H] in this drafter's tap order, tokens int64 [B, T]: the rows after the last ingested one.
 
@@ -86,6 +100,7 @@ class Eagle3Drafter:
             following = torch.cat(self.queue.tokens, 1)[:, 1:]
             features, _ = self.queue.take(keep=1)
             self._append(self._fuse(features), following)
+            self.newest = None  # it was the state of a row that is no longer the last
 
     def _fuse(self, features: torch.Tensor) -> torch.Tensor:
         """[B, T, taps * Ht] -> [B, T, H]."""
@@ -149,8 +164,9 @@ class Eagle3Drafter:
         hidden = residual + self.o(out.reshape(1, 1, c.num_heads * c.head_dim))
         return hidden + swiglu(rms_norm(hidden, self.post_norm, c.rms_norm_eps), self.gate_up, self.down)
 
-    def draft(self, anchor: torch.Tensor, size: int) -> DraftTree:
-        """anchor int64 [B, 1]; `size` tokens, one forward each. A chain of size + 1 nodes."""
+    def draft(self, anchor: torch.Tensor, arm: Arm, max_depth: int) -> DraftTree:
+        """anchor int64 [B, 1]; one forward a token. A chain of at most max_depth."""
+        size = min(arm.size, max_depth)
         if not 1 <= size <= self.max_draft:
             raise ValueError(f"eagle3:{size} is out of range: this drafter was made for 1 to {self.max_draft} drafts")
         hidden, token = self._catch_up(anchor)
