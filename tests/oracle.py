@@ -72,8 +72,12 @@ class OracleDrafter:
         assert features.shape[:3] == (1, 1, tokens.shape[1]) and bool(features.isfinite().all())
         self.seen += tokens[0].tolist()
 
-    def draft(self, anchor: torch.Tensor, size: int) -> DraftTree:
-        start = len(self.seen)
+    def crop(self, length: int) -> None:
+        self.seen, self.tokens = self.seen[:length], self.tokens[:length]
+        self.cache.set_length(len(self.tokens))
+
+    def draft(self, anchor: torch.Tensor, arm: Arm, max_depth: int) -> DraftTree:
+        start, size = len(self.seen), min(arm.size, max_depth)
         assert self.seen == self.text[:start] and anchor.tolist() == [[self.text[start]]]
         self.tokens = list(self.seen)
         self.cache.set_length(start)
@@ -162,7 +166,7 @@ def poison(stream: Stream) -> None:
 def run(stream: Stream, prompt: list[int], new: int, every_round: Callable | None = None) -> tuple[list[int], list]:
     """(committed tokens, rounds) of at least `new` new tokens, invariants checked and rows poisoned after every round."""
     with torch.no_grad():
-        step = stream.start(torch.tensor([prompt]))
+        step = stream.start(prompt)
         committed, rounds = prompt + step.tokens, []
         check_invariants(stream, committed)
         poison(stream)

@@ -24,7 +24,7 @@ from tests.oracle import (
 )
 from whiflash_triton.arms import Arm
 from whiflash_triton.decoder import WhiFlashDecoder
-from whiflash_triton.scheduler import Stream
+from whiflash_triton.scheduler import Stream, Workspace
 
 ROWS, NEW = 100, 60
 TARGETS = {
@@ -49,7 +49,7 @@ def setting(family: str, dtype=torch.float64, prompt: int = 7) -> SimpleNamespac
 def oracle_stream(s: SimpleNamespace, rights, size: int, branching: bool, scratch: bool, **others) -> Stream:
     oracle = OracleDrafter(s.text, iter(rights), ROWS, branching, seed=size)
     drafters = {"oracle": oracle, **others}
-    return Stream(s.target, drafters, static("oracle", size), s.target.new_cache(ROWS, 10, scratch))
+    return Stream(Workspace(s.target, drafters, s.target.new_cache(ROWS, 10, scratch)), static("oracle", size))
 
 
 @MODES
@@ -94,13 +94,13 @@ def same_caches(s: SimpleNamespace, stream: Stream, committed: list[int], tolera
     with torch.no_grad():
         tokens, anchor = torch.tensor([committed[:-1]]), torch.tensor([committed[-1:]])
         fresh = s.target.new_cache(ROWS, 1, False)
-        _, features = s.target.prefill(tokens, fresh, stream.taps)
+        _, features = s.target.prefill(tokens, fresh, stream.work.taps)
         close(stream.cache, fresh, len(committed) - 1, tolerance)
         for kind in ("dflash", "eagle3"):
             drafter = stream.drafters[kind]
             rebuilt = build(kind, s.target, ROWS, False)
-            rebuilt.ingest(torch.cat(features, 2)[stream.tap_rows[kind]], tokens)
-            assert drafter.draft(anchor, 3).tokens.tolist() == rebuilt.draft(anchor, 3).tokens.tolist()
+            rebuilt.ingest(torch.cat(features, 2)[stream.work.tap_rows[kind]], tokens)
+            assert drafter.draft(anchor, Arm(kind, 3), 3).tokens.tolist() == rebuilt.draft(anchor, Arm(kind, 3), 3).tokens.tolist()
             first = 1 if kind == "eagle3" else 0
             assert drafter.tokens == rebuilt.tokens == committed[first : len(committed) - 1 + first]
             close(drafter.cache, rebuilt.cache, len(committed) - 1, tolerance)
@@ -130,7 +130,7 @@ def test_random_arms_every_round(family, dtype, tolerance, scratch, seed):
         rights = (rng.randrange(6) for _ in itertools.count())
         drafters[kind] = OracleDrafter(s.text, rights, ROWS, branching, seed)
     arms = 4 * [Arm("ar")] + [Arm(kind, size) for kind in drafters for size in range(1, 1 + min(5, drafters[kind].max_draft))]
-    stream = Stream(s.target, drafters, RandomRouter(arms, seed), s.target.new_cache(ROWS, 10, scratch))
+    stream = Stream(Workspace(s.target, drafters, s.target.new_cache(ROWS, 10, scratch)), RandomRouter(arms, seed))
     committed, rounds = run(stream, s.prompt, NEW)
     assert committed == s.text[: len(committed)]
     assert {r.arm.kind for r in rounds} == {"ar", "dflash", "eagle3", "chain", "tree"}
@@ -147,7 +147,7 @@ def test_caches_between_any_two_rounds(scratch):
     drafters = {kind: build(kind, s.target, ROWS, scratch) for kind in ("dflash", "eagle3")}
     drafters["tree"] = OracleDrafter(s.text, itertools.cycle((0, 3, 1)), ROWS, True)
     arms = [Arm("ar"), Arm("dflash", 2), Arm("eagle3", 2), Arm("tree", 5)]
-    stream = Stream(s.target, drafters, RandomRouter(arms, 5), s.target.new_cache(ROWS, 10, scratch))
+    stream = Stream(Workspace(s.target, drafters, s.target.new_cache(ROWS, 10, scratch)), RandomRouter(arms, 5))
     run(stream, s.prompt, 14, lambda step, committed: same_caches(s, stream, committed, 1e-9))
 
 
@@ -160,7 +160,7 @@ def test_a_broken_drafter_costs_speed_and_never_text(kind, scratch):
     drafter.norm = torch.full_like(drafter.norm, float("nan"))
     drafter.fc.weights[0] = torch.full_like(drafter.fc.weights[0], float("nan"))
     decoder = WhiFlashDecoder(s.target, None, {kind: drafter}, static(kind, 3), ROWS, [])
-    decoder.cache = s.target.new_cache(ROWS, 10, scratch)
+    decoder.work.replace_cache(s.target.new_cache(ROWS, 10, scratch))
     assert decoder.generate(s.prompt, max_new_tokens=20).sequences[0].tolist() == s.text[: len(s.prompt) + 20]
 
 
@@ -181,7 +181,7 @@ def test_a_window_of_one(scratch):
     prompt = prompt_ids(3, 1)
     text = hf_generate(model, prompt, max_new_tokens=30, use_cache=False)
     oracle = OracleDrafter(text, itertools.cycle((2, 0, 4)), ROWS, branching=True)
-    stream = Stream(target, {"oracle": oracle}, static("oracle", 6), target.new_cache(ROWS, 10, scratch))
+    stream = Stream(Workspace(target, {"oracle": oracle}, target.new_cache(ROWS, 10, scratch)), static("oracle", 6))
     committed, _ = run(stream, prompt, 20)
     assert committed == text[: len(committed)]
 
@@ -191,9 +191,9 @@ def test_pending_rows_are_counted_and_caught_up():
     drafters = {kind: build(kind, s.target, ROWS, False) for kind in ("dflash", "eagle3")}
     order = iter([Arm("ar"), Arm("ar"), Arm("dflash", 2), Arm("eagle3", 2), Arm("ar"), Arm("dflash", 1)])
     router = SimpleNamespace(arms=(Arm("ar"), Arm("dflash", 1), Arm("dflash", 2), Arm("eagle3", 2)), choose=lambda _: next(order))
-    stream = Stream(s.target, drafters, router, s.target.new_cache(ROWS, 10))
+    stream = Stream(Workspace(s.target, drafters, s.target.new_cache(ROWS, 10)), router)
     with torch.no_grad():
-        stream.start(torch.tensor([s.prompt]))
+        stream.start(s.prompt)
         ran = [stream.round(20).round for _ in range(6)]
     a, b, c = (r.accepted + 1 for r in ran[2:5])
     assert [r.caught_up for r in ran] == [0, 0, 9, 9 + a, 0, a + b + c]
@@ -303,11 +303,11 @@ def test_to_the_exact_end_of_the_cache(rows, scratch, branching):
     """The last token needs no row, so a cache of n rows holds n + 1 tokens; drafts shrink, and never write past the end."""
     s = setting("llama")
     decoder = decoder_of(s, branching, rows=rows)
-    decoder.cache = s.target.new_cache(rows, 10, scratch)
+    decoder.work.replace_cache(s.target.new_cache(rows, 10, scratch))
     new = rows - len(s.prompt) + 1
     out = decoder.generate(s.prompt, max_new_tokens=new)
     assert out.sequences[0].tolist() == s.text[: rows + 1]
-    assert decoder.cache.length <= rows
+    assert decoder.work.cache.length <= rows
     assert all((r.drafted > 0) == (r.arm.kind == "oracle") for r in out.rounds)  # no room for a draft: the round is `ar`
     with pytest.raises(ValueError, match=f"max_cache_len {rows}"):
         decoder.generate(s.prompt, max_new_tokens=new + 1)
@@ -319,6 +319,6 @@ def test_real_drafters_to_the_exact_end_of_the_cache(scratch):
     drafters = {kind: build(kind, s.target, rows, scratch) for kind in ("dflash", "eagle3")}
     arms = [Arm("dflash", 5), Arm("eagle3", 5)]
     decoder = WhiFlashDecoder(s.target, None, drafters, RandomRouter(arms), rows, [])
-    decoder.cache = s.target.new_cache(rows, 10, scratch)
+    decoder.work.replace_cache(s.target.new_cache(rows, 10, scratch))
     out = decoder.generate(s.prompt, max_new_tokens=rows - len(s.prompt) + 1)
     assert out.sequences[0].tolist() == s.text[: rows + 1]

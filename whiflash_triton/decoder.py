@@ -13,15 +13,14 @@ import torch
 
 from .arms import Arm
 from .drafters.base import Drafter
+from .drafters.draft import check_arm
 from .loading import build_router, default_dtype, load_drafters, load_tokenizer, pick_device, resolve_source
+from .options import Request, config_options, ids_of, parse_options
 from .routers.base import Router
-from .scheduler import Step, Stream
+from .scheduler import Step, Stream, Workspace
 from .stats import Output, Round, Stats
 from .target import Target
 from .weights import load_target
-
-_ONLY = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "use_cache": True}
-_IGNORED_WHEN_GREEDY = ("temperature", "top_p", "top_k")
 
 
 @dataclass
@@ -45,14 +44,14 @@ class WhiFlashDecoder:
         router: Router,
         max_cache_len: int,
         eos_token_ids: list[int],
+        generation_defaults: dict | None = None,
     ):
-        self.target, self.tokenizer, self.drafters, self.router = target, tokenizer, drafters, router
+        self.target, self.tokenizer, self.drafters = target, tokenizer, drafters
         self.max_cache_len, self.eos_token_ids = max_cache_len, eos_token_ids
-        self._check_arms(router)
-        draft_rows = 1 + max([arm.size for arm in router.arms] + [d.max_draft for d in drafters.values()])
-        self.cache = target.new_cache(max_cache_len, draft_rows)
-        self._active: Stream | None = None  # the one that owns the caches
+        self.generation_defaults = generation_defaults or {}  # what the model's generation_config sets
         self._lock = threading.RLock()  # a round runs whole; the next one finds out who owns the caches
+        self.work = Workspace(target, drafters)
+        self._use(router)
 
     @classmethod
     def from_pretrained(
@@ -95,70 +94,79 @@ class WhiFlashDecoder:
         tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):
             raise TypeError(f"tokenizer must be a loaded one: AutoTokenizer.from_pretrained({str(tokenizer)!r})")
-        return cls(model, tokenizer, drafters, chosen, max_cache_len, _eos_ids(source, config))
+        defaults = _generation_defaults(source)
+        eos = defaults.pop("eos_token_id", config.eos_token_id)
+        return cls(model, tokenizer, drafters, chosen, max_cache_len, [] if eos is None else ids_of("eos_token_id", eos), defaults)
 
     def use_router(self, router: str | Path | Router, threshold: float | None = None) -> None:
         """Change the router between generations; the same spellings as `from_pretrained`."""
-        chosen = build_router(router, self.drafters, self.target, threshold)
-        self._check_arms(chosen)
-        self.router = chosen
+        self._use(build_router(router, self.drafters, self.target, threshold))
 
-    def _check_arms(self, router: Router) -> None:
+    def _use(self, router: Router) -> None:
+        """Check the router's arms; the target's cache gets as many draft rows as the largest of them asks for."""
         if not router.arms:
             raise ValueError(f"{type(router).__name__} lists no arm it could choose: set its `arms`")
         for arm in router.arms:
             if not isinstance(arm, Arm):
                 raise TypeError(f"{type(router).__name__} lists {arm!r}, which is no Arm: build it with parse_arm")
-            if arm.kind == "ar":
-                continue
-            if arm.kind not in self.drafters:
-                raise ValueError(f"arm {arm} needs a {arm.kind} drafter, none is loaded: give {arm.kind}=... to from_pretrained")
-            limit = self.drafters[arm.kind].max_draft
-            if not 1 <= arm.size <= limit:
-                raise ValueError(f"arm {arm} is out of range: this drafter drafts {arm.kind}:1 to {arm.kind}:{limit}")
+            check_arm(self.drafters, arm)
+        draft_rows = 1 + max([arm.size for arm in router.arms] + [d.max_draft for d in self.drafters.values()])
+        with self._lock:
+            if self.work.cache is None or self.work.cache.draft_rows < draft_rows:
+                self.work.replace_cache(self.target.new_cache(self.max_cache_len, draft_rows))
+            self.router = router
 
     def generate(self, prompt, **options) -> Output:
         """prompt: str (chat-templated where the tokenizer has a template), chat messages, or input ids (list or tensor).
 
-        Options under their Hugging Face names: max_new_tokens, max_length, eos_token_id, streamer, generation_config, and
-        chat_template_kwargs. What is not supported raises ValueError naming it. Returns one Output.
+        Options under their Hugging Face names and with their meaning: max_new_tokens, max_length, eos_token_id, do_sample (False
+        unless given), temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, bad_words_ids, min_length,
+        min_new_tokens, logits_processor, stopping_criteria, stop_strings, streamer, output_scores, generation_config; and seed
+        (None draws one from torch's default generator), chat_template_kwargs, reuse_prefix (a prompt that goes on from the last
+        answer keeps its cached rows; True by default). What is not supported raises ValueError naming it. Returns one Output.
         """
-        ids, limit, stops, streamer = self._prepare(prompt, options)
+        request = self._prepare(prompt, options)
+        ids, streamer = request.ids, request.streamer
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
         begin, prefill = time.perf_counter(), 0.0
         tokens: list[int] = []
         arms: list[Arm] = []
         rounds: list[Round] = []
-        stream = self._new_stream()
-        for step in self._steps(stream, ids, limit, stops):
-            tokens += step.tokens
-            arms += step.arms
-            if step.round is None:
-                prefill = time.perf_counter() - begin
-            else:
-                rounds.append(step.round)
-            if streamer is not None:
-                streamer.put(torch.tensor(step.tokens))
+        stream = self._new_stream(request)
+        with self._lock:  # generations take turns whole; streams take turns round by round
+            for step in self._steps(stream, request):
+                tokens += step.tokens
+                arms += step.arms
+                if step.round is None:
+                    prefill, reused = time.perf_counter() - begin, stream.reused
+                else:
+                    rounds.append(step.round)
+                if streamer is not None:
+                    streamer.put(torch.tensor(step.tokens))
         seconds = time.perf_counter() - begin
         if streamer is not None:
             streamer.end()
-        stats = Stats(len(ids), len(tokens), stream.forwards, seconds, prefill)
-        finish = "stop" if tokens and tokens[-1] in stops else "length"
-        text = self._decode(tokens)
-        return Output(text, torch.tensor([ids + tokens]), stats, rounds, arms, finish)
+        seed = request.sampling.seed
+        stats = Stats(len(ids), len(tokens), stream.forwards, seconds, prefill, seed, reused, request.host_options)
+        return Output(
+            self._decode(tokens), torch.tensor([ids + tokens]), stats, rounds, arms, step.finish,
+            stream.scores if request.output_scores else None,
+        )  # fmt: skip
 
     def stream(self, prompt, **options) -> Iterator[Piece]:
-        """Yield a Piece as soon as a round is accepted; options as in `generate`. It may be closed at any point."""
-        ids, limit, stops, streamer = self._prepare(prompt, options)
-        if streamer is not None:
-            raise ValueError("streamer: pass it to generate(); stream() yields the pieces itself")
-        return self._pieces(ids, limit, stops)
+        """Yield a Piece as soon as a round is accepted; options as in `generate`. It may be closed at any point, and several
+        streams may be open at once: each takes the caches back, at the price of a prefill, when its turn comes."""
+        request = self._prepare(prompt, options)
+        for name, given in (("streamer", request.streamer is not None), ("output_scores", request.output_scores)):
+            if given:
+                raise ValueError(f"{name}: pass it to generate(); stream() yields pieces of text")
+        return self._pieces(request)
 
-    def _pieces(self, ids: list[int], limit: int, stops: set[int]) -> Iterator[Piece]:
+    def _pieces(self, request: Request) -> Iterator[Piece]:
         tokens: list[int] = []
         shown = ""
-        for step in self._steps(self._new_stream(), ids, limit, stops):
+        for step in self._steps(self._new_stream(request), request):
             tokens += step.tokens
             text = self._decode(tokens)
             if text.endswith("\ufffd"):  # the middle of a character: hold it back
@@ -169,83 +177,34 @@ class WhiFlashDecoder:
         if rest:
             yield Piece(rest, [], [], None)
 
-    def _new_stream(self) -> Stream:
-        return Stream(self.target, self.drafters, self.router, self.cache)
+    def _new_stream(self, request: Request) -> Stream:
+        return Stream(self.work, self.router, request.sampling, request.ending, request.output_scores)
 
     @torch.inference_mode()
-    def _first(self, stream: Stream, ids: list[int]) -> Step:
+    def _first(self, stream: Stream, request: Request) -> Step:
         with self._lock:
-            self._active = stream
-            return self._owned(stream, stream.start(torch.tensor([ids], device=self.target.device)))
+            return stream.start(request.ids, request.reuse_prefix)
 
     @torch.inference_mode()
-    def _next(self, stream: Stream, max_draft: int) -> Step:
+    def _next(self, stream: Stream, limit: int) -> Step:
         with self._lock:
-            self._owned(stream)
-            return self._owned(stream, stream.round(max_draft))
+            # As many drafts as the text and the cache still take, beside the target's own token.
+            return stream.round(min(limit, self.max_cache_len + 1) - len(stream.tokens) - 1)
 
-    def _owned(self, stream: Stream, step: Step | None = None) -> Step | None:
-        """step, as long as the caches are this stream's: a drafter or router may itself have started another generation."""
-        if stream is not self._active:
-            raise RuntimeError(
-                "another generation has started on this decoder, which holds one stream at a time: "
-                "finish one before the next, or load a second decoder"
-            )
-        return step
-
-    def _steps(self, stream: Stream, ids: list[int], limit: int, stops: set[int]) -> Iterator[Step]:
-        """Rounds until a stop token or `limit` new tokens; a step is cut where the text ends."""
-        step, count = self._first(stream, ids), 0
-        while True:
-            cut = next((i + 1 for i, t in enumerate(step.tokens) if t in stops), None)
-            keep = min(limit - count, cut if cut is not None else len(step.tokens))
-            step.tokens, step.arms = step.tokens[:keep], step.arms[:keep]
-            count += keep
-            if step.round is not None:
-                step.round.committed, step.round.accepted = keep, min(step.round.accepted, keep)
+    def _steps(self, stream: Stream, request: Request) -> Iterator[Step]:
+        """Rounds until the text ends."""
+        step = self._first(stream, request)
+        yield step
+        while step.finish is None:
+            step = self._next(stream, request.ending.limit)
             yield step
-            if cut is not None or count >= limit:
-                return
-            step = self._next(stream, min(limit - count - 1, self.max_cache_len - stream.cache.length - 1))
 
-    def _prepare(self, prompt, options: dict) -> tuple[list[int], int, set[int], object]:
-        options = {name: value for name, value in options.items() if value is not None}  # None is transformers' "not given"
-        ids = self._encode(prompt, options.pop("chat_template_kwargs", {}))
-        config, given = options.pop("generation_config", None), set(options)
-        if config is not None:
-            options = _config_options(config) | options
-        streamer = options.pop("streamer", None)
-        stops = _ids_of("eos_token_id", options.pop("eos_token_id", self.eos_token_ids))
-        new, total = (_whole(name, options.pop(name, None)) for name in ("max_new_tokens", "max_length"))
-        for name, value in _ONLY.items():
-            if options.pop(name, value) != value:
-                raise ValueError(f"{name}: only {value} is supported")
-        for name in _IGNORED_WHEN_GREEDY:  # transformers ignores a config's sampling fields when do_sample is False
-            if name not in given:
-                options.pop(name, None)
-        if options:
-            raise ValueError(
-                f"not supported: {', '.join(sorted(options))}; decoding is greedy and takes max_new_tokens, max_length, "
-                "eos_token_id, streamer and generation_config"
-            )
-        return ids, self._limit(len(ids), new, total), set(stops), streamer
-
-    def _limit(self, prompt: int, new: int | None, total: int | None) -> int:
-        room = self.max_cache_len - prompt + 1  # the newest token needs no row
-        if prompt > self.max_cache_len:
-            raise ValueError(
-                f"a prompt of {prompt} tokens does not fit max_cache_len {self.max_cache_len}: shorten it or raise max_cache_len"
-            )
-        if new is None:
-            new = min(256, room) if total is None else total - prompt
-        if new < 1:
-            raise ValueError(f"nothing to generate: max_new_tokens {new} (prompt of {prompt} tokens, max_length {total})")
-        if new > room:
-            raise ValueError(
-                f"{new} new tokens after a prompt of {prompt} exceed max_cache_len {self.max_cache_len}: "
-                "raise max_cache_len or lower max_new_tokens"
-            )
-        return new
+    def _prepare(self, prompt, options: dict) -> Request:
+        template_kwargs = options.pop("chat_template_kwargs", None) or {}
+        ids = self._encode(prompt, template_kwargs)
+        defaults = {"eos_token_id": self.eos_token_ids} | self.generation_defaults
+        vocab = self.target.config.vocab_size
+        return parse_options(ids, options, defaults, self.max_cache_len, vocab, self.target.device, self.tokenizer)
 
     def _encode(self, prompt, template_kwargs: dict) -> list[int]:
         messages = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], dict)
@@ -294,28 +253,6 @@ class WhiFlashDecoder:
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def _config_options(config) -> dict:
-    """What a GenerationConfig sets, without what is switched off or has no meaning for one stream."""
-    if not hasattr(config, "to_diff_dict"):
-        raise TypeError(f"generation_config must be a transformers GenerationConfig, not {type(config).__name__}")
-    inert = ("transformers_version", "bos_token_id", "pad_token_id")
-    given = {k: v for k, v in config.to_diff_dict().items() if not k.startswith("_") and k not in inert}
-    return {k: v for k, v in given.items() if v is not None and v is not False}
-
-
-def _whole(name: str, value) -> int | None:
-    try:
-        return None if value is None else operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be a whole number, not {value!r}") from None
-
-
-def _ids_of(name: str, value) -> list[int]:
-    """One id, several, or a tensor of them."""
-    values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
-    return [_whole(name, token) for token in (values if isinstance(values, (list, tuple, set)) else [values])]
-
-
 def _place(target, device, dtype) -> tuple[torch.device, torch.dtype]:
     """Where and in what the target runs; a live model stays what it is."""
     if not hasattr(target, "state_dict"):
@@ -342,14 +279,11 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
     return found
 
 
-def _eos_ids(source, config) -> list[int]:
-    """End tokens as transformers would take them: generation_config first, then the model's config."""
+def _generation_defaults(source) -> dict:
+    """What the model's own generation_config sets."""
     from transformers import GenerationConfig
 
-    eos = None
     if hasattr(source, "generation_config"):
-        eos = source.generation_config.eos_token_id
-    elif Path(source).is_dir() and (Path(source) / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(source).eos_token_id
-    eos = config.eos_token_id if eos is None else eos
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        return config_options(source.generation_config)
+    path = Path(source)
+    return config_options(GenerationConfig.from_pretrained(path)) if (path / "generation_config.json").exists() else {}

@@ -96,7 +96,7 @@ def describe_decoder(decoder) -> dict:
         "device": str(decoder.target.device),
         "weight_bytes": shared,
         "packed_bytes": tensor_bytes(decoder.target, packed=True),
-        "cache_bytes": cache_bytes(decoder.cache),
+        "cache_bytes": cache_bytes(decoder.work.cache),
         "max_cache_len": decoder.max_cache_len,
     }
     router = {"kind": type(decoder.router).__name__, "arms": [str(arm) for arm in decoder.router.arms]}

@@ -7,6 +7,7 @@ length + its pending rows == start, for every drafter, whichever arm ran.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,51 +16,123 @@ from . import ops
 from .arms import Arm
 from .cache import KVCache
 from .drafters.base import Drafter
+from .drafters.draft import draft
 from .routers.base import RoundState, Router
+from .sampling import Sampling, choose, float_logits, host_scores, node_scores
 from .stats import Round
 from .target import Target
 from .tree import DraftTree, chain
 
 
 class NaNLogits(FloatingPointError):
-    """The target produced NaN: the text cannot go on."""
+    """The target produced NaN, or every token is ruled out: the text cannot go on."""
 
 
 @dataclass
 class Step:
-    """One round's committed tokens, oldest first, and who drafted them (the last one is the target's own)."""
+    """One round's committed tokens, oldest first, and who drafted them (the last one is the target's own unless the text ended).
+
+    finish: why the text ends with the last of them, None where it goes on.
+    """
 
     tokens: list[int]
     arms: list[Arm]
     round: Round | None
+    finish: str | None = None
+
+
+@dataclass
+class Pick:
+    """What the target chose along the tree: path int32 [1, N] and path_len int32 [1], bonus int64 [1] on the device; nodes of the
+    path, their drafted tokens without the anchor, and what the text gains of them and the bonus before it ends, on the host."""
+
+    path: torch.Tensor
+    path_len: torch.Tensor
+    bonus: torch.Tensor
+    nodes: list[int]
+    accepted: list[int]
+    new: list[int]
+    finish: str | None
+
+
+class Workspace:
+    """A target with its drafters and all their caches. Streams take turns: the owner's text is what the caches hold."""
+
+    def __init__(self, target: Target, drafters: dict[str, Drafter], cache: KVCache | None = None):
+        self.target, self.drafters, self.cache = target, drafters, cache
+        self.taps = tuple(sorted({t for d in drafters.values() for t in d.taps}))
+        self.tap_rows = {name: [self.taps.index(t) for t in d.taps] for name, d in drafters.items()}
+        self.owner: Stream | None = None
+        self.rows: list[int] | None = []  # the token of every committed row; None within a round, or after one that failed
+
+    def fill(self, owner: Stream, tokens: list[int], more_than: int) -> torch.Tensor:
+        """Hold the rows of `tokens` for `owner`; returns hidden [1, 1, H] of the last one.
+
+        Drafters get the features, and ingest them when they are first chosen. The rows of the leading tokens in common with what
+        the caches hold are kept where these are more than `more_than`.
+        """
+        same = next((i for i, (a, b) in enumerate(zip(self.rows or (), tokens, strict=False)) if a != b), None)
+        same = min(len(self.rows or ()), len(tokens)) if same is None else same
+        # EAGLE-3's row i embeds token i + 1, so the last row in common is computed anew, and everyone's with it.
+        keep = same - 1 if same > max(more_than, 0) else 0
+        self.owner, self.rows = owner, None
+        self.cache.set_length(keep)
+        for drafter in self.drafters.values():
+            drafter.crop(keep) if keep else drafter.reset()
+        ids = torch.tensor([tokens[keep:]], device=self.target.device)
+        hidden, features = self.target.prefill(ids, self.cache, self.taps)
+        for part, tapped in zip(ids.split([f.shape[2] for f in features], 1), features, strict=True):
+            self.ingest(tapped, part)
+        self.rows = list(tokens)
+        owner.reused = keep
+        return hidden
+
+    def replace_cache(self, cache: KVCache) -> None:
+        """Another target cache, empty: whoever comes next fills it."""
+        self.cache, self.owner, self.rows = cache, None, []
+
+    def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
+        for name, drafter in self.drafters.items():
+            drafter.ingest(features[self.tap_rows[name]], tokens)
 
 
 class Stream:
-    """Decoding state of one text: the target's cache, the drafters' caches, the anchor and what the router may see."""
+    """Decoding state of one text: its tokens (the anchor last), how they are chosen, where it ends, and what the router may see."""
 
-    def __init__(self, target: Target, drafters: dict[str, Drafter], router: Router, cache: KVCache):
-        self.target, self.drafters, self.router, self.cache = target, drafters, router, cache
-        self.taps = tuple(sorted({t for d in drafters.values() for t in d.taps}))
-        self.tap_rows = {name: [self.taps.index(t) for t in d.taps] for name, d in drafters.items()}
+    def __init__(
+        self,
+        work: Workspace,
+        router: Router,
+        sampling: Sampling | None = None,
+        ending: Callable[[list[int], tuple | None], str | None] | None = None,
+        keep_scores: bool = False,
+    ):
+        self.work, self.router = work, router
+        self.target, self.drafters = work.target, work.drafters
+        self.sampling, self.ending = sampling or Sampling(), ending or (lambda tokens, scores: None)
+        self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None
+        self.tokens: list[int] = []
+        self.prompt_len = self.reused = self.forwards = 0
         self.anchor: torch.Tensor | None = None  # int64 [1, 1]
         self.state: RoundState | None = None
-        self.forwards = 0
 
-    def start(self, tokens: torch.Tensor) -> Step:
-        """Prefill tokens int64 [1, P]; the drafters get the prompt's features, and ingest them when they are first chosen."""
-        self.cache.set_length(0)
-        for drafter in self.drafters.values():
-            drafter.reset()
-        hidden, features = self.target.prefill(tokens, self.cache, self.taps)
-        for part, tapped in zip(tokens.split([f.shape[2] for f in features], 1), features, strict=True):
-            self._ingest(tapped, part)
-        sample = ops.block_sampling(self.target.logits(hidden)[0])
-        self.anchor = sample.token.view(1, 1)
-        self.state = RoundState(hidden[0, -1], sample.entropy[0], tokens.shape[1], {})
-        return Step([*self._not_nan(sample.token.tolist())], [Arm("ar")], None)
+    @property
+    def cache(self) -> KVCache:
+        return self.work.cache
+
+    def start(self, prompt: list[int], reuse_prefix: bool = False) -> Step:
+        """Prefill the prompt. With reuse_prefix, a prompt that goes on from the last text's answer keeps its rows."""
+        last = self.work.owner
+        least = last.prompt_len if last is not None and reuse_prefix else len(prompt)
+        self.tokens, self.prompt_len = list(prompt), len(prompt)
+        logits = self._restore(self.tokens, least)
+        root = chain(torch.tensor([prompt[-1:]], device=self.target.device))
+        pick = self._pick(root, logits, ops.block_sampling(logits).token, self.cache.length - 1)
+        return self._step(pick, Arm("ar"), None)
 
     def round(self, max_draft: int) -> Step:
-        """max_draft: drafts that still fit the cache beside the anchor."""
+        """max_draft: drafted tokens in a row that still fit the text and the cache beside the anchor."""
+        self._own()
         times, begin = {}, time.perf_counter()
 
         def lap(phase: str) -> None:
@@ -69,30 +142,30 @@ class Stream:
 
         self.state.pending = {name: d.pending for name, d in self.drafters.items()}
         arm = self._arm(max_draft)
+        self._own()  # a router may have run a generation of its own
+        self.work.rows = None
         lap("route")
-        caught_up = self.state.pending.get(arm.kind, 0)
-        tree = self._draft(arm, max_draft)
+        caught_up = sum(self.state.pending.get(name, 0) for name in arm.needs)
+        tree = chain(self.anchor) if arm.kind == "ar" else draft(self.drafters, self.anchor, arm, max_draft)
         lap("draft")
-        hidden, features = self.target.forward(tree, self.cache, self.taps)
+        hidden, features = self.target.forward(tree, self.cache, self.work.taps)
         logits = self.target.logits(hidden)[0]  # [N, V]
         self.forwards += 1
         lap("verify")
-        sample = ops.block_sampling(logits)
-        path, path_len, bonus = ops.tree_walk(tree.tokens, tree.parents.view(1, -1), sample.token.view(1, -1))
-        # One transfer holds all that the host needs; on CUDA it waits for the round, so `accept` carries the device's time.
-        kept, end, *rest = torch.cat((path_len.long(), bonus, path[0].long(), tree.tokens[0])).tolist()
-        nodes, drafted = rest[:kept], rest[path.shape[1] :]
-        new = self._not_nan([*(drafted[node] for node in nodes[1:]), end])
+        raw, before = ops.block_sampling(logits), len(self.tokens)
+        pick = self._pick(tree, logits, raw.token, self.cache.length)
         lap("accept")
-        kept_features = self.cache.commit(path, path_len, kept, tree.is_chain, features)
-        self._ingest(kept_features, tree.tokens[:, :kept] if tree.is_chain else tree.tokens[:, path[0, :kept].long()])
-        last = nodes[-1]
-        self.anchor = bonus.view(1, 1)
-        self.state.hidden, self.state.entropy = hidden[0, last], sample.entropy[last]
+        if self.work.owner is not self:
+            raise RuntimeError("another generation has started on this decoder from within a drafter: load a second decoder")
+        kept, last = len(pick.nodes), pick.nodes[-1]
+        kept_features = self.cache.commit(pick.path, pick.path_len, kept, tree.is_chain, features)
+        self.work.ingest(kept_features, tree.tokens[:, :kept] if tree.is_chain else tree.tokens[:, pick.path[0, :kept].long()])
+        self.work.rows = self.tokens[:before] + pick.accepted
+        self.state.hidden, self.state.entropy = hidden[0, last], raw.entropy[last]
         self.state.position = self.cache.length
         self.state.history.append((arm, tree.size - 1, kept - 1))
         lap("commit")
-        return Step(new, [arm] * (kept - 1) + [Arm("ar")], Round(arm, tree.size - 1, kept - 1, kept, caught_up, times))
+        return self._step(pick, arm, Round(arm, tree.size - 1, kept - 1, kept, caught_up, times))
 
     def _arm(self, max_draft: int) -> Arm:
         """The router's choice, or `ar` where no draft fits."""
@@ -102,17 +175,78 @@ class Stream:
             raise ValueError(f"{type(self.router).__name__} chose {arm}, which its arms do not list: {listed}")
         return arm if max_draft >= 1 else Arm("ar")
 
-    def _draft(self, arm: Arm, max_draft: int) -> DraftTree:
-        if arm.kind == "ar":
-            return chain(self.anchor)
-        return self.drafters[arm.kind].draft(self.anchor, min(arm.size, max_draft))
+    def _own(self) -> None:
+        """Take the caches back if another stream has had them since, or a round has failed."""
+        if self.work.owner is not self or self.work.rows is None:
+            self._restore(self.tokens[:-1], 0)
 
-    def _ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
-        for name, drafter in self.drafters.items():
-            drafter.ingest(features[self.tap_rows[name]], tokens)
+    def _restore(self, tokens: list[int], more_than: int) -> torch.Tensor:
+        """Fill the caches with the rows of tokens; returns logits [1, V] of the last one, which is also what the router may see."""
+        hidden = self.work.fill(self, tokens, more_than)
+        logits = self.target.logits(hidden)[0]
+        seen = {} if self.state is None else {"history": self.state.history}
+        self.state = RoundState(hidden[0, -1], ops.block_sampling(logits).entropy[0], len(tokens), {}, **seen)
+        return logits
+
+    def _pick(self, tree: DraftTree, logits: torch.Tensor, greedy: torch.Tensor, start: int) -> Pick:
+        """The path of the tree that the target's choices follow; the text gains its tokens. start: position of the tree's root."""
+        s = self.sampling
+        if s.host:
+            return self._pick_on_host(tree, logits)
+        scores, choices = logits, greedy
+        if not s.is_plain:
+            scores = node_scores(logits, s, tree, torch.tensor(self.tokens, device=logits.device))
+            choices = choose(scores, s, tree.depths.long() + (start + 1))
+        path, path_len, bonus = ops.tree_walk(tree.tokens, tree.parents.view(1, -1), choices.view(1, -1))
+        # One transfer holds all that the host needs; on CUDA it waits for the round, so `accept` carries the device's time.
+        kept, end, *rest = torch.cat((path_len.long(), bonus, path[0].long(), tree.tokens[0])).tolist()
+        nodes, drafted = rest[:kept], rest[path.shape[1] :]
+        accepted = [drafted[node] for node in nodes[1:]]
+        new, finish = [], None
+        for node, token in zip(nodes, self._possible([*accepted, end]), strict=True):
+            finish = self._append(token, None if self.scores is None else float_logits(scores)[node][None].clone())
+            new.append(token)
+            if finish is not None:
+                break
+        return Pick(path, path_len, bonus, nodes, accepted, new, finish)
+
+    def _pick_on_host(self, tree: DraftTree, logits: torch.Tensor) -> Pick:
+        """The same, row by row along the walk: a processor sees exactly the calls that plain decoding makes, and no others."""
+        parents, drafted, device = tree.parents.tolist(), tree.tokens[0].tolist(), logits.device
+        nodes, new, finish = [0], [], None
+        while finish is None:
+            scores = host_scores(logits[nodes[-1]], self.sampling, self.tokens)
+            position = torch.tensor([len(self.tokens)], device=device)
+            new += self._possible(choose(scores, self.sampling, position).tolist())
+            finish = self._append(new[-1], scores)
+            child = next((j for j in range(1, tree.size) if parents[j] == nodes[-1] and drafted[j] == new[-1]), None)
+            if child is None:
+                break
+            nodes.append(child)
+        path = torch.full((1, tree.size), -1, dtype=torch.int32)
+        path[0, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32)
+        length = torch.tensor([len(nodes)], dtype=torch.int32, device=device)
+        bonus = torch.tensor(new[-1:], device=device)
+        return Pick(path.to(device), length, bonus, nodes, [drafted[node] for node in nodes[1:]], new, finish)
+
+    def _append(self, token: int, scores: torch.Tensor | None) -> str | None:
+        """The text gains a token; whether it ends there, and why."""
+        self.tokens.append(token)
+        if self.scores is not None:
+            self.scores += (scores,)
+        return self.ending(self.tokens, self.scores)
+
+    def _step(self, pick: Pick, arm: Arm, round_: Round | None) -> Step:
+        self.anchor = pick.bonus.view(1, 1)
+        count, accepted = len(pick.new), len(pick.accepted)
+        if round_ is not None:
+            round_.committed, round_.accepted = count, min(accepted, count)
+        return Step(pick.new, ([arm] * accepted + [Arm("ar")])[:count], round_, pick.finish)
 
     @staticmethod
-    def _not_nan(tokens: list[int]) -> list[int]:
+    def _possible(tokens: list[int]) -> list[int]:
         if -1 in tokens:
-            raise NaNLogits("the target's logits hold NaN: try float32, or check the weights")
+            raise NaNLogits(
+                "no token can follow: the target's logits hold NaN (try float32, or check the weights), or the options rule out all"
+            )
         return tokens

@@ -29,13 +29,20 @@ class Round:
 
 @dataclass
 class Stats:
-    """tokens_per_second includes prefill and the drafters' own ingestion; tau is tokens per target forward after the prompt."""
+    """tokens_per_second includes prefill and the drafters' own ingestion; tau is tokens per target forward after the prompt.
+
+    seed: what the text was sampled with, None when greedy. reused_tokens: rows of the prompt that the last generation had left.
+    host_options: the options that cost a pass on the host for every token.
+    """
 
     prompt_tokens: int
     new_tokens: int
     target_forwards: int
     seconds: float
     prefill_seconds: float
+    seed: int | None = None
+    reused_tokens: int = 0
+    host_options: tuple[str, ...] = ()
 
     @property
     def tau(self) -> float:
@@ -55,3 +62,4 @@ class Output:
     rounds: list[Round] = field(default_factory=list)
     arms: list[Arm] = field(default_factory=list)  # one a new token: who drafted it; the target's own tokens are `ar`
     finish: str = "length"  # or "stop"
+    scores: tuple[torch.Tensor, ...] | None = None  # with output_scores: processed logits [1, V], one a new token

@@ -10,7 +10,7 @@ from ..arms import Arm
 from ..drafters.dflash import DFlashDrafter
 from ..drafters.eagle3 import Eagle3Drafter
 from ..routers.static import StaticRouter
-from ..scheduler import Stream
+from ..scheduler import Stream, Workspace
 from ..target import Target
 from .data import Shard
 from .models import Params
@@ -37,10 +37,12 @@ def held_out_tau(
     build = Eagle3Drafter if kind == "eagle3" else DFlashDrafter
     tensors = {k: v.detach() for k, v in params.items()} | {"draft_ids": ids}
     drafter = build(config, tensors, target, rows)
-    stream = Stream(target, {kind: drafter}, StaticRouter(Arm(kind, size)), target.new_cache(rows, drafter.max_draft + 1))
+    stream = Stream(
+        Workspace(target, {kind: drafter}, target.new_cache(rows, drafter.max_draft + 1)), StaticRouter(Arm(kind, size))
+    )
     tokens = 0
     for head in heads:
-        done = stream.start(head[None].to(target.device)).tokens
+        done = list(stream.start(head.tolist()).tokens)
         first = len(done)
         while len(done) < new and end not in done:
             done += stream.round(size).tokens
