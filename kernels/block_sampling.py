@@ -4,6 +4,7 @@ Two launches. The first, grid (splits, R), reads one block of a row and writes i
 grid (R,), merges the splits. Bytes: R * V logits read; R * splits * (8 K + 8) bytes of partials written and read.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from whiflash_triton.autotune.lookup import pick
+from whiflash_triton.kernels.keyed_noise import HIGHEST_NOISE, LOWEST_NOISE, keyed_noise_torch
 
 MAX_TOP_K = 64
+TILE = 64  # entries that the PyTorch sampler takes or leaves together
 MAX_SPLITS = 128  # the merge holds MAX_SPLITS * K keys in registers
 
 
@@ -163,7 +166,9 @@ def _merge_kernel(
     tl.store(topk_token_ptr + row * top_k + rank, tl.where(nan, -1, _key_token(keys)), mask=wanted)
 
 
-def block_sampling(logits: Tensor, top_k: int = 0) -> BlockSample:
+def block_sampling(
+    logits: Tensor, top_k: int = 0, seed: Tensor | None = None, positions: Tensor | None = None, temperature: float = 1.0
+) -> BlockSample:
     """Argmax, log-sum-exp, entropy and top-k of every row of logits [R, V] (fp16, bf16 or fp32, any row stride).
 
     Equal logits order by token id, lowest first, in the argmax and in the top-k (0 <= top_k <= 64; 0 gives tensors of
@@ -171,7 +176,8 @@ def block_sampling(logits: Tensor, top_k: int = 0) -> BlockSample:
     nothing but -inf gives token -1, logsumexp -inf and entropy NaN. With +inf entries logsumexp is +inf and the
     entropy that of an equal choice among them. Raises AssertionError on wrong shapes, strides or top_k.
     """
-    _check(logits, top_k)
+    _check(logits, top_k, seed, positions, temperature)
+    assert seed is None
     rows, n_vocab = logits.shape
     log_k = _log2_ceil(max(top_k, 1))
     options = pick("block_sampling", k=2**log_k)
@@ -199,19 +205,29 @@ def _log2_ceil(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _check(logits: Tensor, top_k: int) -> None:
+def _check(logits: Tensor, top_k: int, seed: Tensor | None, positions: Tensor | None, temperature: float) -> None:
     assert logits.ndim == 2 and logits.shape[1] > 0, f"logits must be [R, V] with V > 0, got {tuple(logits.shape)}"
     assert logits.stride(1) == 1, "rows of logits must be contiguous"
     most = min(MAX_TOP_K, logits.shape[1])
     assert 0 <= top_k <= most, f"top_k must lie in 0..{most}, got {top_k}"
+    assert (seed is None) == (positions is None), "seed and positions go together"
+    if seed is not None:
+        assert seed.shape == (1,) and seed.dtype == torch.int64, f"seed must be int64 [1], got {seed.dtype} {tuple(seed.shape)}"
+        assert positions.shape == logits.shape[:1] and positions.dtype == torch.int64, "positions must be int64 [R]"
+        assert 0 < temperature < math.inf, f"temperature must be positive and finite, got {temperature}"
 
 
-def block_sampling_torch(logits: Tensor, top_k: int = 0) -> BlockSample:
-    """PyTorch reference of `block_sampling`."""
-    _check(logits, top_k)
+def block_sampling_torch(
+    logits: Tensor, top_k: int = 0, seed: Tensor | None = None, positions: Tensor | None = None, temperature: float = 1.0
+) -> BlockSample:
+    """PyTorch reference of `block_sampling`; float64 logits are sampled in float64, the rest is float32 throughout."""
+    _check(logits, top_k, seed, positions, temperature)
     x = logits.float()  # [R, V]; bf16 reductions are slow on CPU
     peak, token = x.max(-1)  # first index among equals; a NaN wins
-    logits_k, tokens_k = _topk_torch(x, peak, top_k)
+    token = token.masked_fill(~(peak > float("-inf")), -1)
+    if seed is not None:
+        token = _sample_torch(logits if logits.dtype == torch.float64 else x, seed, positions, temperature)
+    logits_k, tokens_k = ordered_topk(x, top_k)
     # Shift by a finite peak: entries equal to +inf clamp to 0, -inf entries to a distance whose exp is 0.
     shift = peak.masked_fill(peak.isinf(), torch.finfo(torch.float32).max)[:, None]
     d = x - shift if x is logits else x.sub_(shift)  # a converted copy may be overwritten
@@ -219,17 +235,62 @@ def block_sampling_torch(logits: Tensor, top_k: int = 0) -> BlockSample:
     z = e.sum(-1)
     log_z = z.log()
     entropy = log_z - e.mul_(d).sum(-1) / z  # both terms are >= 0
-    valid = peak > float("-inf")  # False for NaN too
-    return BlockSample(token.masked_fill(~valid, -1), peak + log_z, entropy, logits_k, tokens_k)
+    return BlockSample(token, peak + log_z, entropy, logits_k, tokens_k)
 
 
-def _topk_torch(x: Tensor, peak: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Top-k by (-logit, token id) through the kernel's int64 keys: torch.topk alone promises no order among ties."""
+def _sample_torch(x: Tensor, seed: Tensor, positions: Tensor, temperature: float) -> Tensor:
+    """Token int64 [R] of x [R, V]: noise is computed only in tiles of the row that hold an entry able to win."""
+    rows, n_vocab = x.shape
+    if n_vocab % TILE:
+        x = torch.nn.functional.pad(x, (0, -n_vocab % TILE), value=float("-inf"))
+    tiles = x.view(rows, -1, TILE)
+    tops = tiles.amax(-1)
+    peak = tops.amax(-1)
+    # An entry that far below the peak loses even with the highest noise against the lowest; 1e-6 covers all roundings.
+    floor = peak - ((HIGHEST_NOISE - LOWEST_NOISE + 0.5) * temperature + peak.abs() * 1e-6)
+    floor = floor.nan_to_num(nan=math.inf, posinf=math.inf, neginf=torch.finfo(x.dtype).min)
+    row, tile = (tops >= floor[:, None]).nonzero(as_tuple=True)  # [n]
+    entries = tiles[row, tile]  # [n, TILE]
+    tokens = tile[:, None] * TILE + torch.arange(TILE, device=x.device)
+    score = entries / temperature + keyed_noise_torch(seed, positions[row], tokens.int(), x.dtype)
+    score = score.clamp_(min=torch.finfo(x.dtype).min).masked_fill_(entries == -math.inf, -math.inf)
+    best = score.amax(-1)  # [n]
+    peak_score = best.new_full((rows,), -math.inf).scatter_reduce(0, row, best, "amax")
+    at_peak = score == peak_score[row][:, None]
+    first = torch.where(at_peak, tokens, n_vocab).amin(-1)
+    token = first.new_full((rows,), n_vocab).scatter_reduce(0, row, first, "amin")
+    return token.masked_fill(~(peak > -math.inf), -1)
+
+
+def ordered_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of every row of x [R, V] (fp16, bf16 or fp32): values fp32 [R, k] and their indices int64 [R, k].
+
+    Ordered by value, largest first, and equal values by index, lowest first, which torch.topk alone does not promise.
+    Any 0 <= k <= V. A row with a NaN gives values NaN and indices -1. Plain PyTorch on every device; on CUDA no host sync.
+    """
+    assert x.ndim == 2 and 0 <= k <= x.shape[1], f"k must lie in 0..V, got {k} for {tuple(x.shape)}"
+    x = x.float()
     if k == 0:
         return x.new_empty(len(x), 0), x.new_empty(len(x), 0, dtype=torch.int64)
+    nan = x.amax(-1, keepdim=True).isnan()
+    tokens = _topk_of_keys(x, k) if x.is_cuda else _topk_of_values(x, k)
+    return x.gather(1, tokens).masked_fill(nan, float("nan")), tokens.masked_fill(nan, -1)
+
+
+def _topk_of_keys(x: Tensor, k: int) -> Tensor:
+    """Indices of the k largest of fp32 x through the kernel's int64 keys, which are all different."""
     bits = (x + 0.0).view(torch.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     key |= 0x7FFFFFFF - torch.arange(x.shape[1], device=x.device)
-    tokens = 0x7FFFFFFF - (key.topk(k).values & 0xFFFFFFFF)
-    nan = peak.isnan()[:, None]
-    return x.gather(1, tokens).masked_fill(nan, float("nan")), tokens.masked_fill(nan, -1)
+    return 0x7FFFFFFF - (key.topk(k).values & 0xFFFFFFFF)
+
+
+def _topk_of_values(x: Tensor, k: int) -> Tensor:
+    """The same several times faster on a CPU: a few more than k by value, put in order, unless equals reach beyond them."""
+    spare = min(k + 8, x.shape[1])
+    values, tokens = x.topk(spare)
+    if spare < x.shape[1] and (values[:, k - 1] == values[:, -1]).any():
+        return _topk_of_keys(x, k)
+    tokens = tokens.sort(dim=-1).values
+    order = x.gather(1, tokens).sort(dim=-1, descending=True, stable=True).indices
+    return tokens.gather(1, order[:, :k])

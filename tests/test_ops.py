@@ -22,6 +22,10 @@ def arguments() -> dict[str, tuple[tuple, dict]]:
             {"scale": 0.25, "depths": torch.tensor([0, 1, 1], **int32), "window": 5, "q0": 0},
         ),
         "block_sampling": ((torch.randn(3, 50), 4), {}),
+        "block_sampling seeded": (
+            (torch.randn(3, 50), 4, torch.tensor([7]), torch.arange(5, 8)),
+            {"temperature": 0.7},
+        ),
         "entropy_rule": ((torch.rand(5), 0.5, True), {}),
         "router_mlp": ((torch.randn(2, 8), torch.randn(4, 8), torch.randn(4), torch.randn(4), torch.randn(1), 0.1), {}),
         "kv_compaction": (
@@ -37,11 +41,20 @@ def arguments() -> dict[str, tuple[tuple, dict]]:
             (torch.tensor([[9, 4, 5]]), torch.tensor([[-1, 0, 0]], **int32), torch.tensor([[5, 1, 2]])),
             {},
         ),
+        "tree_build": (
+            (torch.randn(3, 4).sort(-1, descending=True).values, torch.arange(12).view(3, 4), torch.tensor([5]), 6),
+            {},
+        ),
+        "ancestor_words": ((torch.tensor([-1, 0, 0, 2], **int32),), {}),
     }
 
 
 WRITTEN = {"kv_compaction": (1, 6), "kv_injection": (4,)}
-NAMES = list(arguments())
+NAMES = list(arguments())  # an op, or an op and a word for its arguments
+
+
+def op(case: str) -> str:
+    return case.split()[0]
 
 
 def outcome(name: str, run) -> list[torch.Tensor]:
@@ -49,18 +62,18 @@ def outcome(name: str, run) -> list[torch.Tensor]:
     args, kwargs = arguments()[name]
     out = run(*args, **kwargs)
     returned = [out] if isinstance(out, torch.Tensor) else list(out or ())
-    return returned + [args[index] for index in WRITTEN.get(name, ())]
+    return returned + [args[index] for index in WRITTEN.get(op(name), ())]
 
 
 def check_registration(name):
     args, kwargs = arguments()[name]
-    torch.library.opcheck(getattr(torch.ops.whiflash, name), args, kwargs)
+    torch.library.opcheck(getattr(torch.ops.whiflash, op(name)), args, kwargs)
 
 
 def check_compiled(name):
     """One graph without breaks, the same result, and the tensors written in place."""
-    compiled = torch.compile(getattr(ops, name), backend="aot_eager", fullgraph=True)
-    for got, wanted in zip(outcome(name, compiled), outcome(name, getattr(ops, name)), strict=True):
+    compiled = torch.compile(getattr(ops, op(name)), backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(outcome(name, compiled), outcome(name, getattr(ops, op(name))), strict=True):
         assert got.equal(wanted) and got.abs().sum() > 0
 
 
@@ -90,11 +103,11 @@ def test_registration_of_the_kernels(kernels, name):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", NAMES)
 def test_forced_kernels_equal_the_references(kernels, name):
-    assert ops._implementation(name, torch.zeros(1)).__name__ == name
-    got = outcome(name, getattr(ops, name))
+    assert ops._implementation(op(name), torch.zeros(1)).__name__ == op(name)
+    got = outcome(name, getattr(ops, op(name)))
     ops.force_triton(False)
-    assert ops._implementation(name, torch.zeros(1)).__name__ == f"{name}_torch"
-    for result, wanted in zip(got, outcome(name, getattr(ops, name)), strict=True):
+    assert ops._implementation(op(name), torch.zeros(1)).__name__ == f"{op(name)}_torch"
+    for result, wanted in zip(got, outcome(name, getattr(ops, op(name))), strict=True):
         torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -106,7 +119,7 @@ def test_registration_on_gpu(name):
 
     args, kwargs = arguments()[name]
     args, kwargs = [move(x) for x in args], {key: move(x) for key, x in kwargs.items()}
-    torch.library.opcheck(getattr(torch.ops.whiflash, name), args, kwargs)
+    torch.library.opcheck(getattr(torch.ops.whiflash, op(name)), args, kwargs)
 
 
 @pytest.mark.parametrize("forced", ["0", "1"])

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-_FILES = ("tree_attention", "block_sampling", "router_scoring", "kv_compaction", "kv_injection", "tree_walk")
+_FILES = ("tree_attention", "block_sampling", "router_scoring", "kv_compaction", "kv_injection", "tree_walk", "tree_build")
 _SCHEMAS = {
     "tree_attention": "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_len, Tensor k_tree, Tensor v_tree, "
     "Tensor words, float scale, Tensor? depths=None, int window=0, int q0=0) -> Tensor",
-    "block_sampling": "(Tensor logits, int top_k=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "block_sampling": "(Tensor logits, int top_k=0, Tensor? seed=None, Tensor? positions=None, float temperature=1.0) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "entropy_rule": "(Tensor entropy, float threshold, bool above) -> Tensor",
     "router_mlp": "(Tensor hidden, Tensor w1, Tensor b1, Tensor w2, Tensor b2, float threshold) -> (Tensor, Tensor)",
     "kv_compaction": "(Tensor scratch_kv, Tensor(a!) cache_kv, Tensor path, Tensor path_len, Tensor start, "
@@ -26,6 +27,8 @@ _SCHEMAS = {
     "kv_injection": "(Tensor projected, Tensor? k_norm, Tensor cos, Tensor sin, Tensor(a!) cache_kv, Tensor start, "
     "float eps) -> ()",
     "tree_walk": "(Tensor tokens, Tensor parents, Tensor choices) -> (Tensor, Tensor, Tensor)",
+    "tree_build": "(Tensor log_probs, Tensor tokens, Tensor anchor, int budget) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "ancestor_words": "(Tensor parents) -> Tensor",
 }
 _MUTATED = {"kv_compaction": ("cache_kv", "features"), "kv_injection": ("cache_kv",)}
 
@@ -87,9 +90,12 @@ def tree_attention(
     return _call("tree_attention", *tensors, scale=scale, depths=depths, window=window, q0=q0)
 
 
-def block_sampling(logits: Tensor, top_k: int = 0):
-    """BlockSample(token, logsumexp, entropy, topk_logits, topk_tokens) of every row of logits [R, V]."""
-    return _NAMES["BlockSample"](*_call("block_sampling", logits, top_k))
+def block_sampling(
+    logits: Tensor, top_k: int = 0, seed: Tensor | None = None, positions: Tensor | None = None, temperature: float = 1.0
+):
+    """BlockSample(token, logsumexp, entropy, topk_logits, topk_tokens) of every row of logits [R, V]; with a seed int64
+    [1] and positions int64 [R] the token is drawn at the temperature."""
+    return _NAMES["BlockSample"](*_call("block_sampling", logits, top_k, seed, positions, temperature))
 
 
 def entropy_rule(entropy: Tensor, threshold: float, above: bool) -> Tensor:
@@ -130,6 +136,16 @@ def tree_walk(tokens: Tensor, parents: Tensor, choices: Tensor) -> tuple[Tensor,
     return _call("tree_walk", tokens, parents, choices)
 
 
+def tree_build(log_probs: Tensor, tokens: Tensor, anchor: Tensor, budget: int):
+    """TreeNodes(tokens, parents, depths, words, scores): the budget most probable prefixes of log_probs, tokens [L, K]."""
+    return _NAMES["TreeNodes"](*_call("tree_build", log_probs, tokens, anchor, budget))
+
+
+def ancestor_words(parents: Tensor) -> Tensor:
+    """Ancestor bit words int64 [N, ceil(N / 64)] of the nodes of a tree with parents int32 [N]."""
+    return _call("ancestor_words", parents)
+
+
 def _register(name: str) -> Callable:
     parameters = list(inspect.signature(globals()[name]).parameters)
 
@@ -150,7 +166,7 @@ def _(q, *args, **kwargs):
 
 
 @_OPS["block_sampling"].register_fake
-def _(logits, top_k=0):
+def _(logits, top_k=0, seed=None, positions=None, temperature=1.0):
     rows = logits.shape[0]
     return (
         logits.new_empty(rows, dtype=torch.int64),
@@ -177,6 +193,19 @@ def _(tokens, parents, choices):
     batch, nodes = tokens.shape
     sizes = ((batch, nodes), torch.int32), ((batch,), torch.int32), ((batch,), torch.int64)
     return tuple(tokens.new_empty(size, dtype=dtype) for size, dtype in sizes)
+
+
+@_OPS["tree_build"].register_fake
+def _(log_probs, tokens, anchor, budget):
+    n = budget + 1
+    sizes = ((1, n), torch.int64), ((n,), torch.int32), ((n,), torch.int32), ((n, (n + 63) // 64), torch.int64)
+    return tuple(tokens.new_empty(size, dtype=dtype) for size, dtype in (*sizes, ((n,), torch.float64)))
+
+
+@_OPS["ancestor_words"].register_fake
+def _(parents):
+    n = parents.shape[0]
+    return parents.new_empty(n, (n + 63) // 64, dtype=torch.int64)
 
 
 @_OPS["kv_compaction"].register_fake
