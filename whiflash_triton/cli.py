@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     from . import __version__
     from .evaluate import add_bench_parser
+    from .options import add_sampling
     from .training.commands import add_train_parser
 
     parser = argparse.ArgumentParser(prog="whiflash", description="Lossless decoding routed between two drafters.")
@@ -43,6 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", nargs="?", help="the prompt; read from standard input when left out")
     _add_models(generate)
     generate.add_argument("--max-new-tokens", type=int, default=256)
+    add_sampling(generate)
+    generate.add_argument("--stop", action="append", metavar="TEXT", help="end the text where this appears; may be repeated")
     generate.set_defaults(run=run_generate)
 
     demo = commands.add_parser("demo", help="plain target, each drafter, the router and transformers, side by side")
@@ -104,14 +107,16 @@ def arm_shares(rounds: list) -> dict[str, float]:
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    from .options import sampling_options
     from .stats import Stats
 
     if args.prompt is None and sys.stdin.isatty():
         raise ValueError("give a prompt, or pipe one in")
     prompt = args.prompt if args.prompt is not None else sys.stdin.read().removesuffix("\n")
     decoder = load_decoder(args)
+    options = sampling_options(args) | {"max_new_tokens": args.max_new_tokens, "stop_strings": args.stop}
     if args.json:
-        out = decoder.generate(prompt, max_new_tokens=args.max_new_tokens)
+        out = decoder.generate(prompt, **options)
         stats, rounds = out.stats, out.rounds
         tokens = out.sequences[0, stats.prompt_tokens :].tolist()
         trace = [vars(r) | {"arm": str(r.arm)} for r in rounds]
@@ -119,7 +124,7 @@ def run_generate(args: argparse.Namespace) -> int:
         print(json.dumps(report | {"stats": _numbers(stats), "share_of_rounds": arm_shares(rounds), "rounds": trace}))
         return 0
     begin, prefill, tokens, rounds = time.perf_counter(), 0.0, 0, []
-    for piece in decoder.stream(prompt, max_new_tokens=args.max_new_tokens):
+    for piece in decoder.stream(prompt, **options):
         prefill = prefill or time.perf_counter() - begin
         tokens += len(piece.tokens)
         rounds += [piece.round] if piece.round else []

@@ -15,9 +15,13 @@ from .arms import Arm
 from .decoder import WhiFlashDecoder
 from .demo import read_prompts, transformers_side
 from .loading import default_lengths
+from .machine import describe_machine
+from .options import add_sampling, sampling_options
 from .routers.base import RoundState
+from .stats import Output, Stats
 from .training.data import encode_chat
 
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 TIE = 1e-4  # two best logits closer than this are a tie: either token is the target's choice
 
 
@@ -32,33 +36,52 @@ class RandomRouter:
 
 
 @dataclass
-class Result:
-    """One router over all prompts; tau is pooled: tokens after each prompt's first over target forwards."""
+class Tally:
+    """tau is pooled: tokens after each prompt's first over target forwards; seconds include prompts and the drafters' ingestion."""
 
-    router: str
     tokens: int = 0
     drafted_tokens: int = 0
     forwards: int = 0
     seconds: float = 0.0
+
+    def add(self, stats: Stats) -> None:
+        self.tokens += stats.new_tokens
+        self.drafted_tokens += stats.new_tokens - 1
+        self.forwards += stats.target_forwards
+        self.seconds += stats.seconds
+
+    def row(self) -> dict:
+        return {
+            "tau": round(self.drafted_tokens / self.forwards, 4) if self.forwards else 1.0,
+            "tokens_per_second": round(self.tokens / self.seconds, 2),
+            "tokens": self.tokens,
+            "forwards": self.forwards,
+        }
+
+
+@dataclass
+class Result:
+    """One router over all prompts, and by group of prompts. Texts that differ from the reference are told, ties apart."""
+
+    router: str
+    total: Tally = field(default_factory=Tally)
+    groups: dict[str, Tally] = field(default_factory=dict)
     different: list[str] = field(default_factory=list)
     ties: list[str] = field(default_factory=list)
     rounds: Counter = field(default_factory=Counter)
 
-    @property
-    def tau(self) -> float:
-        return self.drafted_tokens / self.forwards if self.forwards else 1.0
+    def add(self, group: str, out: Output) -> None:
+        self.total.add(out.stats)
+        self.groups.setdefault(group, Tally()).add(out.stats)
+        self.rounds.update(str(x.arm) for x in out.rounds)
 
     def row(self) -> dict:
-        return {
-            "router": self.router,
-            "tau": round(self.tau, 4),
-            "tokens_per_second": round(self.tokens / self.seconds, 2),
-            "tokens": self.tokens,
-            "forwards": self.forwards,
+        return {"router": self.router} | self.total.row() | {
+            "groups": {group: tally.row() for group, tally in sorted(self.groups.items())},
             "different": self.different,
             "ties": self.ties,
             "rounds": dict(self.rounds),
-        }
+        }  # fmt: skip
 
 
 @torch.inference_mode()
@@ -71,23 +94,30 @@ def top_two_gap(decoder: WhiFlashDecoder, ids: list[int]) -> float:
 
 
 def evaluate(
-    decoder: WhiFlashDecoder, prompts: list[list[int]], routers: list[str], new: int, expected: list[list[int]] | None, progress
+    decoder: WhiFlashDecoder,
+    prompts: list[tuple[str, list[int]]],
+    routers: list[str],
+    options: dict,
+    expected: list[list[int]] | None,
+    progress,
 ) -> list[Result]:
-    """All routers prompt by prompt, their order reversed on every other prompt, so that drift hits all alike."""
+    """All routers prompt by prompt, their order reversed on every other prompt, so that drift hits all alike.
+
+    prompts: (group, ids). expected: the text every router must give; None compares with what the first router gave.
+    """
     results = {name: Result(name) for name in routers}
     made = {name: _random(decoder) if name == "random" else name for name in routers}
-    for number, ids in enumerate(prompts):
+    for number, (group, ids) in enumerate(prompts):
+        texts = {}
         for name in routers if number % 2 == 0 else routers[::-1]:
             decoder.use_router(made[name])
-            out, r = decoder.generate(ids, max_new_tokens=new), results[name]
-            r.tokens += out.stats.new_tokens
-            r.drafted_tokens += out.stats.new_tokens - 1
-            r.forwards += out.stats.target_forwards
-            r.seconds += out.stats.seconds
-            r.rounds.update(str(x.arm) for x in out.rounds)
-            if expected is not None:
-                _compare(decoder, r, number, ids, out.sequences[0, len(ids) :].tolist(), expected[number])
+            out = decoder.generate(ids, reuse_prefix=False, **options)
+            results[name].add(group, out)
+            texts[name] = out.sequences[0, len(ids) :].tolist()
             progress()
+        right = texts[routers[0]] if expected is None else expected[number]
+        for name, got in texts.items():
+            _compare(decoder, results[name], number, ids, got, right, "seed" in options)
     return list(results.values())
 
 
@@ -97,12 +127,22 @@ def _random(decoder: WhiFlashDecoder) -> RandomRouter:
     return RandomRouter(tuple(arms))
 
 
-def _compare(decoder: WhiFlashDecoder, r: Result, number: int, ids: list[int], got: list[int], expected: list[int]) -> None:
+def _compare(
+    decoder: WhiFlashDecoder, r: Result, number: int, ids: list[int], got: list[int], expected: list[int], sampled: bool
+) -> None:
     if got == expected:
         return
     at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
+    if sampled:
+        r.different.append(f"prompt {number}, token {at}")
+        return
     gap = top_two_gap(decoder, ids + got[:at])
     (r.ties if gap < TIE else r.different).append(f"prompt {number}, token {at}, gap of the two best logits {gap:.2e}")
+
+
+def group_of(category: str) -> str:
+    """Spec-Bench's six groups: its eight MT-bench categories are one."""
+    return "mt_bench" if category in MT_BENCH else category
 
 
 def add_bench_parser(subparsers) -> None:
@@ -111,7 +151,12 @@ def add_bench_parser(subparsers) -> None:
     p.add_argument("--every", type=int, default=1, help="take every n-th line, from the first")
     p.add_argument("--skip", type=int, default=0, help="leave out the first of the lines taken")
     p.add_argument("--limit", type=int)
-    p.add_argument("--routers", default="static:ar,static:dflash,static:eagle3,entropy", help="comma separated; `random` too")
+    p.add_argument(
+        "--arms", default="ar,dflash,eagle3", help="arms that run alone, as in ar,dflash:7,ddtree:16 (default: %(default)s)"
+    )
+    p.add_argument(
+        "--routers", default="entropy", help="comma separated, `random` too; `none` for arms alone (default: %(default)s)"
+    )
     p.add_argument("--max-new-tokens", type=int, default=96)
     p.add_argument("--target", default="smollm2-135m")
     p.add_argument("--dflash", default="auto")
@@ -119,41 +164,52 @@ def add_bench_parser(subparsers) -> None:
     p.add_argument("--dtype")
     p.add_argument("--device")
     p.add_argument("--threads", type=int)
+    add_sampling(p)
     p.add_argument("--peer", action="store_true", help="run transformers generate too: its speed, and token for token equality")
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=run_bench)
 
 
 def run_bench(args) -> int:
-    """Exit code 1 if, in float32 or float64, some token differs from transformers' and it is no tie."""
+    """Exit code 1 if, in float32 or float64, some token differs (from transformers', or the first router's) and it is no tie."""
     from tqdm import tqdm
 
     if args.threads:
         torch.set_num_threads(args.threads)
     paths = {k: None if v == "none" else v for k, v in (("dflash", args.dflash), ("eagle3", args.eagle3))}
     decoder = WhiFlashDecoder.from_pretrained(args.target, **paths, device=args.device, dtype=args.dtype, max_cache_len=4096)
-    texts = [text for _, text in read_prompts(args.prompts)][:: args.every][args.skip :][: args.limit]
-    prompts = [encode_chat(decoder.tokenizer, text) for text in texts]
+    chosen = read_prompts(args.prompts)[:: args.every][args.skip :][: args.limit]
+    prompts = [(group_of(category), encode_chat(decoder.tokenizer, text)) for category, text in chosen]
     if not prompts:
         raise ValueError(f"{args.prompts}: no prompt is left after --every, --skip and --limit")
-    routers, new = args.routers.split(","), args.max_new_tokens
-    evaluate(decoder, prompts[:1], routers, 8, None, lambda: None)  # warm-up
+    routers = [f"static:{arm}" for arm in args.arms.split(",") if arm] + [
+        r for r in args.routers.split(",") if r not in ("", "none")
+    ]
+    if not routers:
+        raise ValueError("give --arms or --routers: there is nothing to run")
+    options = sampling_options(args) | {"max_new_tokens": args.max_new_tokens}
+    if options.get("do_sample"):
+        if args.peer:
+            raise ValueError("--peer: transformers samples other texts; compare with it greedily")
+        options.setdefault("seed", 0)
+    evaluate(decoder, prompts[:1], routers, options | {"max_new_tokens": 8}, None, lambda: None)  # warm-up
     expected, peer_seconds = None, None
     with tqdm(total=len(prompts) * (len(routers) + args.peer), unit="text", file=sys.stderr) as bar:
         if args.peer:
             peer = transformers_side(decoder, args.target)
-            peer(prompts[0], 8)
+            peer(prompts[0][1], 8)
             runs = []
-            for ids in prompts:
-                runs.append(peer(ids, new))
+            for _, ids in prompts:
+                runs.append(peer(ids, args.max_new_tokens))
                 bar.update()
             expected, peer_seconds = [run.tokens for run in runs], sum(run.seconds for run in runs)
-        results = evaluate(decoder, prompts, routers, new, expected, bar.update)
+        results = evaluate(decoder, prompts, routers, options, expected, bar.update)
     target = decoder.target
     peer_tokens = sum(map(len, expected)) if expected else 0
     report = {
-        "prompts": len(prompts), "max_new_tokens": new, "dtype": str(decoder.target.dtype), "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "default_lengths": default_lengths(decoder.drafters, target.device, target.dtype),
+        "prompts": len(prompts), "options": options, "dtype": str(target.dtype), "threads": torch.get_num_threads(),
+        "machine": describe_machine()["cpu"], "torch": torch.__version__,
+        "default_lengths": default_lengths(decoder.drafters, target.device, target.dtype),
         "transformers_tokens_per_second": round(peer_tokens / peer_seconds, 2) if peer_seconds else None,
         "results": [r.row() for r in results],
     }  # fmt: skip
@@ -163,20 +219,28 @@ def run_bench(args) -> int:
 
 
 def _table(report: dict) -> str:
-    plain = next((r["tokens_per_second"] for r in report["results"] if r["router"] == "static:ar"), None)
-    peer = report["transformers_tokens_per_second"]
+    """Totals, then tau and tokens per second by group."""
+    results, peer = report["results"], report["transformers_tokens_per_second"]
+    plain = next((r["tokens_per_second"] for r in results if r["router"] == "static:ar"), None)
+    width = max(14, *(len(r["router"]) for r in results)) + 2
+    settings = ", ".join(f"{name} {value}" for name, value in report["options"].items())
     lines = [
-        f"{report['prompts']} prompts, {report['max_new_tokens']} new tokens, {report['dtype']}, {report['threads']} threads",
-        f"{'router':<20}{'tau':>7}{'tok/s':>9}{'x plain':>9}{'x hf':>7}{'different':>11}{'ties':>6}",
+        f"{report['prompts']} prompts, {settings}, {report['dtype']}, {report['threads']} threads, {report['machine']}",
+        f"{'router':<{width}}{'tau':>7}{'tok/s':>9}{'x plain':>9}{'x hf':>7}{'different':>11}{'ties':>6}",
     ]
     if peer:
-        lines.append(f"{'transformers':<20}{'':>7}{peer:>9.2f}{peer / plain if plain else float('nan'):>9.2f}{1:>7.2f}")
-    for r in report["results"]:
+        lines.append(f"{'transformers':<{width}}{'':>7}{peer:>9.2f}{peer / plain if plain else float('nan'):>9.2f}{1:>7.2f}")
+    for r in results:
         speed = r["tokens_per_second"]
         lines.append(
-            f"{r['router']:<20}{r['tau']:>7.3f}{speed:>9.2f}{speed / plain if plain else float('nan'):>9.2f}"
-            f"{speed / peer if peer else float('nan'):>7.2f}"
-            f"{len(r['different']) if peer else '-':>11}{len(r['ties']) if peer else '-':>6}"
+            f"{r['router']:<{width}}{r['tau']:>7.3f}{speed:>9.2f}{speed / plain if plain else float('nan'):>9.2f}"
+            f"{speed / peer if peer else float('nan'):>7.2f}{len(r['different']):>11}{len(r['ties']):>6}"
         )
-    lines += [f"  {r['router']}: {text}" for r in report["results"] for text in r["different"] + r["ties"]]
+    groups = sorted({group for r in results for group in r["groups"]})
+    if len(groups) > 1:
+        lines += ["", f"{'tau (tok/s)':<{width}}" + "".join(f"{group:>16}" for group in groups)]
+        for r in results:
+            cells = (f"{r['groups'][g]['tau']:.2f} ({r['groups'][g]['tokens_per_second']:.1f})" for g in groups)
+            lines.append(f"{r['router']:<{width}}" + "".join(f"{cell:>16}" for cell in cells))
+    lines += [f"  {r['router']}: {text}" for r in results for text in r["different"] + r["ties"]]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ thing differs: decoding is greedy until `do_sample=True` is asked for, whatever 
 
 from __future__ import annotations
 
+import argparse
 import math
 import operator
 from dataclasses import dataclass, field
@@ -238,3 +239,23 @@ def ids_of(name: str, value) -> list[int]:
     """One id, several, or a tensor of them."""
     values = value.flatten().tolist() if isinstance(value, torch.Tensor) else value
     return [whole(name, token) for token in (values if isinstance(values, (list, tuple, set)) else [values])]
+
+
+def add_sampling(p: argparse.ArgumentParser) -> None:
+    """Options of sampling, under transformers' names."""
+    p.add_argument("--do-sample", action="store_true", help="sample; any of temperature, top-k, top-p and min-p implies it")
+    p.add_argument("--temperature", type=float)
+    p.add_argument("--top-k", type=int)
+    p.add_argument("--top-p", type=float)
+    p.add_argument("--min-p", type=float)
+    p.add_argument("--repetition-penalty", type=float)
+    p.add_argument("--seed", type=int, help="the same seed gives the same text under every router")
+
+
+def sampling_options(args: argparse.Namespace) -> dict:
+    """Of the parsed arguments, what `generate` takes."""
+    warps = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    options = warps | {"repetition_penalty": args.repetition_penalty, "seed": args.seed}
+    if args.do_sample or any(value is not None for value in warps.values()):
+        options["do_sample"] = True
+    return {name: value for name, value in options.items() if value is not None}
