@@ -93,16 +93,16 @@ def test_eagle3_chain_equals_training_forward(target, flags, scratch):
         for start in (5, 11):  # committed tokens 0..start, so the newest slot is start - 1
             drafter = Eagle3Drafter(config, tensors, target, rows=64, scratch=scratch)
             drafter.ingest(features[:, :, :start], tokens[:, :start])
-            hidden, _ = drafter._catch_up(tokens[:, start : start + 1])
+            hidden, _ = drafter.catch_up(tokens[:, start : start + 1])
             drafter.cache.set_length(start - 1)
             from whiflash_triton.tree import chain
 
             tree = chain(torch.zeros(1, 3, dtype=torch.int64))
             for step in range(3):
                 token = tokens[:, start + step : start + step + 1]
-                hidden = drafter._step(hidden, token, start - 1 + step, tree, step)
-                normed = torch.nn.functional.rms_norm(hidden, (48,), tensors["norm.weight"], 1e-6)[0, 0]
-                torch.testing.assert_close(normed, table[step][start - 1 + step], rtol=1e-5, atol=1e-6)
+                block = drafter.cache.block(tree, 1, step)
+                hidden, normed = drafter.forward(hidden, token, start - 1 + step, block)
+                torch.testing.assert_close(normed[0, 0], table[step][start - 1 + step], rtol=1e-5, atol=1e-6)
 
 
 def eagle3_by_hand(target, config, w, features, tokens, size):

@@ -23,7 +23,7 @@ class Block:
     """What every layer of one forward shares: T new rows at tree rows q0.. over `start` committed rows."""
 
     words: torch.Tensor  # int64 [T, W]
-    depths: torch.Tensor  # int32 [N]
+    depths: torch.Tensor | None  # int32 [N]; None where no layer has a window
     visible: torch.Tensor | None  # bool [T, q0 + T]; None: everything sees everything
     start: int
     q0: int

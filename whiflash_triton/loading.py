@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
-from .arms import Arm, parse_arm
+from .arms import KINDS, Arm, parse_arm
 from .checkpoints import TargetShape, load_dflash, load_eagle3, load_router
 from .default_model import NAME, ensure_default_model
 from .drafters.base import Drafter
+from .drafters.calibration import FILE as CALIBRATION_FILE
+from .drafters.calibration import Calibration, read_calibration
 from .drafters.dflash import DFlashDrafter
 from .drafters.eagle3 import Eagle3Drafter
 from .routers.base import Router
@@ -23,9 +25,11 @@ from .weights import resolve_folder
 
 log = logging.getLogger(__name__)
 ASSETS = Path(__file__).parent / "assets"
-# On a CPU verifying more rows costs more than the later slots bring; in float32 a fourth row alone costs half as much as the first.
-CPU_LENGTHS = {"dflash": 3, "eagle3": 2}
-CPU_FLOAT32_LENGTHS = {"dflash": 2, "eagle3": 2}
+# On a CPU verifying more rows costs more than the later slots bring; in float32 a fourth row alone costs half as much as the first,
+# and eight rows as much as four, which is what trees are for.
+CPU_LENGTHS = {"dflash": 3, "eagle3": 2, "ddtree": 8, "eagle3-tree": 8, "mixed": 8}
+CPU_FLOAT32_LENGTHS = {"dflash": 2, "eagle3": 2, "ddtree": 7, "eagle3-tree": 7, "mixed": 7}
+CUDA_LENGTHS = {"eagle3": 7, "ddtree": 64, "eagle3-tree": 32, "mixed": 64}
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -75,6 +79,7 @@ def load_tokenizer(source):
 def load_drafters(
     target: Target, paths: dict[str, object], taps: dict[str, tuple[int, ...] | None], rows: int
 ) -> dict[str, Drafter]:
+    """The drafters whose path is not None; a `calibration.json` beside a drafter's folder is read too."""
     c = target.config
     shape = TargetShape(c.num_layers, c.hidden_size, c.vocab_size)
     drafters: dict[str, Drafter] = {}
@@ -82,15 +87,23 @@ def load_drafters(
         if paths.get(kind) is not None:
             config, tensors = load(paths[kind], target=shape, taps=taps.get(kind))
             drafters[kind] = build(config, tensors, target, rows)
+            drafters[kind].calibration = _calibration(kind, Path(paths[kind]))
     return drafters
 
 
+def _calibration(kind: str, folder: Path) -> Calibration | None:
+    file = folder.parent / CALIBRATION_FILE
+    return read_calibration(file).get(kind) if folder.is_dir() and file.is_file() else None
+
+
 def default_lengths(drafters: dict[str, Drafter], device: torch.device, dtype: torch.dtype) -> dict[str, int]:
-    """Draft length of an arm that names none: short on CPU, the checkpoint's own elsewhere."""
+    """Size of every arm these drafters can draft, where it names none: few nodes on a CPU, the checkpoint's own block elsewhere."""
     if device.type == "cpu":
         lengths = CPU_FLOAT32_LENGTHS if dtype in (torch.float32, torch.float64) else CPU_LENGTHS
-        return {kind: min(lengths[kind], d.max_draft) for kind, d in drafters.items()}
-    return {kind: d.max_draft if kind == "dflash" else min(7, d.max_draft) for kind, d in drafters.items()}
+    else:
+        lengths = CUDA_LENGTHS | {kind: d.max_draft for kind, d in drafters.items() if kind == "dflash"}
+    able = {kind: n for kind, n in lengths.items() if set(Arm(kind).needs) <= set(drafters)}
+    return {kind: min(n, drafters[kind].max_draft) if kind in drafters else n for kind, n in able.items()}
 
 
 def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: float | None = None) -> Router:
@@ -116,8 +129,11 @@ def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: 
         if threshold is not None:
             raise ValueError(unused)
         kind = text.removeprefix("static:").partition(":")[0]
-        if kind in ("dflash", "eagle3") and kind not in drafters:
-            raise ValueError(f"router {text!r} needs a {kind} drafter, and none is loaded: give {kind}=... to from_pretrained")
+        missing = [name for name in Arm(kind).needs if name not in drafters] if kind in KINDS else []
+        if missing:
+            raise ValueError(
+                f"router {text!r} needs a {missing[0]} drafter, and none is loaded: give {missing[0]}=... to from_pretrained"
+            )
         return StaticRouter(parse_arm(text.removeprefix("static:"), lengths))
     if not text or (text != "entropy" and not Path(text).exists() and "/" not in text):
         raise ValueError(f"unknown router {text!r}: static:<arm>, entropy, or a router checkpoint (hub id, folder or .safetensors)")

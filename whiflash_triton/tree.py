@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass
@@ -76,6 +77,54 @@ def from_parents(tokens: torch.Tensor, parents: list[int]) -> DraftTree:
         torch.tensor(depths, dtype=torch.int32, device=device),
         mask_to_words(mask).to(device),
     )
+
+
+@dataclass
+class Proposal:
+    """A drafter's nodes, root first, each after its parent, pads last.
+
+    tokens int64 [N]; parents int32 [N], -1 for the root and pads; depths int32 [N]; scores float64 [N], the log-probability of the
+    path from the root: 0 for the root, never above the parent's, -inf for pads.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    scores: torch.Tensor
+
+
+def best_nodes(
+    root: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, scores: torch.Tensor, size: int
+) -> Proposal:
+    """The best `size` of P nodes by (-score, index), in index order under the root; those of score -inf are the pads.
+
+    root int64 [1]; tokens, parents and depths int64 [P], scores float64 [P]. Parents count the root as 0 and node i as i + 1; each
+    comes before its children and scores no less, so the ancestors of what is kept are kept.
+    """
+    count = len(scores)
+    best = scores.sort(descending=True, stable=True).indices[:size]
+    kept = torch.where(scores[best] > float("-inf"), best, best + count).sort().values % count  # pads last
+    scores = scores[kept]
+    pads = scores == float("-inf")
+    place = torch.zeros(count + 1, dtype=torch.int64, device=root.device)
+    place[kept + 1] = torch.arange(1, len(kept) + 1, device=root.device)
+    return Proposal(
+        torch.cat((root, tokens[kept].masked_fill(pads, 0))),
+        F.pad(place[parents[kept]].masked_fill(pads, -1), (1, 0), value=-1).int(),
+        F.pad(depths[kept].masked_fill(pads, 0), (1, 0)).int(),
+        F.pad(scores, (1, 0)),
+    )
+
+
+def from_nodes(tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, words: torch.Tensor) -> DraftTree:
+    """A tree whose pads (parent -1, at the end) are dropped on a CPU, where each would be verified for nothing.
+
+    On CUDA they stay, as counting them would wait for the device. tokens int64 [1, N], the rest as in DraftTree.
+    """
+    if not tokens.is_cuda:
+        n = 1 + int((parents >= 0).sum())
+        tokens, parents, depths, words = tokens[:, :n], parents[:n], depths[:n], words[:n, : (n + 63) // 64]
+    return DraftTree(tokens, parents, depths, words)
 
 
 def mask_to_words(mask: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ..rope import apply_rope, full_tables, rope_tables
 from ..target import Target
 from ..tree import DraftTree, chain
 from .base import PENDING_LIMIT, Pending, keep_rows
+from .calibration import Calibration
 
 
 @dataclass
@@ -49,6 +50,7 @@ class DFlashDrafter:
         c, w = config, {k: _cast(v, target) for k, v in tensors.items()}
         self.config, self.taps, self.max_draft = c, c.taps, c.block_size - 1
         self.pending_limit = pending_limit
+        self.calibration: Calibration | None = None  # None: its probabilities are taken as they are
         self.embed = w.get("embed_tokens.weight", target.embed)
         self.fc, self.hidden_norm, self.norm = Linear([w["fc.weight"]]), w["hidden_norm.weight"], w["norm.weight"]
         self.layers = [_layer(w, f"layers.{i}.") for i in range(c.num_layers)]

@@ -7,7 +7,10 @@ import torch
 from ..arms import SHAPED, Arm
 from ..tree import DraftTree, chain
 from .base import Drafter
+from .ddtree import ddtree
 from .eagle3 import MAX_TREE_ROWS
+from .eagle3_tree import eagle3_tree
+from .mixed import mixed
 
 MAX_NODES, MAX_TOP_K = 1024, 16
 
@@ -31,7 +34,7 @@ def check_arm(drafters: dict[str, Drafter], arm: Arm) -> None:
 def _check_shape(arm: Arm, max_draft: int) -> None:
     if not 1 <= arm.top_k <= MAX_TOP_K:
         raise ValueError(f"arm {arm}: top_k must lie in 1..{MAX_TOP_K}")
-    deepest = max_draft if arm.top_k == 1 else min(max_draft, 1 + (MAX_TREE_ROWS - 1) // arm.top_k)
+    deepest = min(max_draft, 1 + (MAX_TREE_ROWS - 1) // arm.top_k)
     if not 1 <= arm.depth <= deepest:
         raise ValueError(f"arm {arm}: with top_k {arm.top_k} the depth must lie in 1..{deepest}")
     nodes = arm.top_k + (arm.depth - 1) * arm.top_k**2
@@ -46,4 +49,10 @@ def draft(drafters: dict[str, Drafter], anchor: torch.Tensor, arm: Arm, max_dept
     """
     if arm.kind == "ar":
         return chain(anchor)
+    if arm.kind == "ddtree":
+        return ddtree(drafters["dflash"], anchor, arm, max_depth)
+    if arm.kind == "eagle3-tree":
+        return eagle3_tree(drafters["eagle3"], anchor, arm, max_depth)
+    if arm.kind == "mixed":
+        return mixed(drafters["dflash"], drafters["eagle3"], anchor, arm, max_depth)
     return drafters[arm.kind].draft(anchor, arm, max_depth)

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from ..arms import Arm
-from ..cache import KVCache
+from ..cache import Block, KVCache
 from ..checkpoints import Eagle3Config
 from ..layers import Linear, fused, rms_norm, swiglu
 from ..rope import apply_rope, full_tables, rope_tables
 from ..target import Target
 from ..tree import DraftTree, chain
 from .base import PENDING_LIMIT, Pending, keep_rows
+from .calibration import Calibration
 from .dflash import _cast
 
 MAX_DRAFT = 16
@@ -40,6 +41,7 @@ class Eagle3Drafter:
         c, w = config, {k: _cast(v, target) for k, v in tensors.items()}
         self.config, self.taps, self.max_draft = c, c.taps, max_draft
         self.pending_limit = pending_limit
+        self.calibration: Calibration | None = None  # None: its probabilities are taken as they are
         self.embed = w.get("embed_tokens.weight", target.embed)
         a, m = "layers.0.self_attn.", "layers.0.mlp."
         self.fc, self.norm = Linear([w["fc.weight"]]), w["norm.weight"]
@@ -56,7 +58,10 @@ class Eagle3Drafter:
         self.gate_up = fused([w[m + "gate_proj.weight"], w[m + "up_proj.weight"]])
         self.down, self.head = Linear([w[m + "down_proj.weight"]]), Linear([w["lm_head.weight"]])
         self.draft_ids = w["draft_ids"]
-        self.cache = KVCache(1, c.num_kv_heads, c.head_dim, rows, max_draft, target.dtype, target.device, scratch)
+        for linear in (self.q, self.kv, self.o, self.gate_up, self.down, self.head):
+            linear.pack()
+        draft_rows = max(max_draft, MAX_TREE_ROWS)
+        self.cache = KVCache(1, c.num_kv_heads, c.head_dim, rows, draft_rows, target.dtype, target.device, scratch)
         half = rope_tables(c.rope, c.head_dim, rows + max_draft, c.max_position_embeddings, target.device)
         self.tables = full_tables(*half, target.dtype)
         self.queue = Pending()
@@ -118,14 +123,13 @@ class Eagle3Drafter:
         embedded = rms_norm(F.embedding(tokens, self.embed), self.embed_norm, eps)
         return torch.cat((embedded, rms_norm(hidden, self.hidden_norm, eps)), -1)
 
-    def _keys_values(self, x: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, T, 2H] at positions first.. -> K after norm and RoPE, V, both [B, T, Hkv, D]."""
-        c, t = self.config, x.shape[1]
-        k, v = self.kv(x).view(1, t, 2, c.num_kv_heads, c.head_dim).unbind(2)
+    def _keys_values(self, x: torch.Tensor, where: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, T, 2H] at positions `where`, T of them or one for all -> K after norm and RoPE, V, both [B, T, Hkv, D]."""
+        c = self.config
+        k, v = self.kv(x).view(1, x.shape[1], 2, c.num_kv_heads, c.head_dim).unbind(2)
         if self.k_norm is not None:
             k = rms_norm(k, self.k_norm, c.rms_norm_eps)
-        cos, sin = (table[first : first + t] for table in self.tables)
-        return apply_rope(k, cos, sin), v
+        return apply_rope(k, *(table[where] for table in self.tables)), v
 
     def _append(self, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
         """Commit rows built from target features: K and V only."""
@@ -133,12 +137,12 @@ class Eagle3Drafter:
         if not count:
             return
         self.cache.set_length(start + count)  # raises before anything is written past the end
-        k, v = self._keys_values(self._inputs(hidden, tokens), start)
+        k, v = self._keys_values(self._inputs(hidden, tokens), slice(start, start + count))
         self.cache.kv[0, 0, :, :, start : start + count] = k.transpose(1, 2)
         self.cache.kv[0, 1, :, :, start : start + count] = v.transpose(1, 2)
         self.ingested.append(tokens)
 
-    def _catch_up(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def catch_up(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Commit every pending row but the newest; returns the newest row's state [B, 1, H] and its token."""
         if self.queue.rows:
             following = torch.cat((*self.queue.tokens, anchor), 1)[:, 1:]
@@ -150,36 +154,39 @@ class Eagle3Drafter:
             raise RuntimeError("EAGLE-3 drafts from at least one ingested row: ingest the prompt first")
         return self.newest
 
-    def _step(self, hidden: torch.Tensor, tokens: torch.Tensor, position: int, tree: DraftTree, q0: int) -> torch.Tensor:
-        """One draft row [B, 1, H] -> its output state before the final norm; the row's K and V go to the draft rows."""
-        c = self.config
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor, position: int, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """T draft rows, all at one position; their K and V go to the draft rows that `block` names.
+
+        hidden [B, T, H], tokens int64 [B, T] -> the states that feed the next rows and those that the head takes, both [B, T, H].
+        """
+        c, t = self.config, tokens.shape[1]
+        where = slice(position, position + 1)
         x = self._inputs(hidden, tokens)
-        k, v = self._keys_values(x, position)
-        q = self.q(x).view(1, 1, c.num_heads, c.head_dim)
+        k, v = self._keys_values(x, where)
+        q = self.q(x).view(1, t, c.num_heads, c.head_dim)
         if self.q_norm is not None:
             q = rms_norm(q, self.q_norm, c.rms_norm_eps)
-        q = apply_rope(q, *(table[position : position + 1] for table in self.tables))
-        out = self.cache.attend(0, q, k, v, self.cache.block(tree, 1, q0), c.head_dim**-0.5)
+        q = apply_rope(q, *(table[where] for table in self.tables))
+        out = self.cache.attend(0, q, k, v, block, c.head_dim**-0.5)
         residual = rms_norm(hidden, self.hidden_norm, c.rms_norm_eps) if c.norm_before_residual else hidden
-        hidden = residual + self.o(out.reshape(1, 1, c.num_heads * c.head_dim))
-        return hidden + swiglu(rms_norm(hidden, self.post_norm, c.rms_norm_eps), self.gate_up, self.down)
+        hidden = residual + self.o(out.reshape(1, t, c.num_heads * c.head_dim))
+        hidden = hidden + swiglu(rms_norm(hidden, self.post_norm, c.rms_norm_eps), self.gate_up, self.down)
+        normed = rms_norm(hidden, self.norm, c.rms_norm_eps)
+        return (normed if c.norm_output else hidden), normed
 
     def draft(self, anchor: torch.Tensor, arm: Arm, max_depth: int) -> DraftTree:
         """anchor int64 [B, 1]; one forward a token. A chain of at most max_depth."""
         size = min(arm.size, max_depth)
         if not 1 <= size <= self.max_draft:
             raise ValueError(f"eagle3:{size} is out of range: this drafter was made for 1 to {self.max_draft} drafts")
-        hidden, token = self._catch_up(anchor)
+        hidden, token = self.catch_up(anchor)
         start = self.cache.length
         # The newest committed row runs again as draft row 0, now with its query; in the cache's tail it rewrites itself.
         self.cache.set_length(start - 1)
         tree, drafted = chain(anchor.new_zeros(1, size)), [anchor]
         for step in range(size):
-            hidden = self._step(hidden, token, start - 1 + step, tree, step)
-            normed = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+            hidden, normed = self.forward(hidden, token, start - 1 + step, self.cache.block(tree, 1, step))
             token = self.draft_ids[self.head(normed).argmax(-1)]
             drafted.append(token)
-            if self.config.norm_output:
-                hidden = normed
         self.cache.set_length(start)
         return chain(torch.cat(drafted, 1))
