@@ -1,4 +1,4 @@
-"""Arms, routers and their spellings."""
+"""Routers and their spellings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.oracle import build, hf_generate, models, prompt_ids
-from whiflash_triton.arms import Arm, parse_arm
+from whiflash_triton.arms import Arm
 from whiflash_triton.checkpoint_export import save_router
 from whiflash_triton.checkpoints import CheckpointError, RouterConfig, load_router
 from whiflash_triton.decoder import WhiFlashDecoder
+from whiflash_triton.drafters.draft import check_arm
 from whiflash_triton.loading import build_router, default_lengths
 from whiflash_triton.routers.base import RoundState
 from whiflash_triton.routers.entropy import EntropyRouter
@@ -27,47 +28,6 @@ H, M = 48, 20
 def state(entropy: float = 0.0, hidden: torch.Tensor | None = None) -> RoundState:
     hidden = torch.zeros(H, dtype=torch.float64) if hidden is None else hidden
     return RoundState(hidden, torch.tensor(entropy), 5, {"dflash": 2, "eagle3": 0})
-
-
-# Arms
-
-
-@pytest.mark.parametrize(
-    ("text", "arm"),
-    [
-        ("ar", Arm("ar")),
-        ("dflash:4", Arm("dflash", 4)),
-        ("eagle3:12", Arm("eagle3", 12)),
-        ("dflash", Arm("dflash", 3)),
-        ("eagle3", E3),
-    ],
-)
-def test_parse_arm(text, arm):
-    assert parse_arm(text, {"dflash": 3, "eagle3": 2}) == arm
-    assert parse_arm(str(arm)) == arm
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "unknown arm ''"),
-        ("medusa:3", "choose from ar, dflash, eagle3"),
-        ("DFlash:3", "unknown arm"),
-        (" dflash:3", "unknown arm"),
-        ("ar:2", "takes no size"),
-        ("dflash", "needs a draft length, as in dflash:4"),
-        ("dflash:", "needs a draft length"),
-        ("dflash:0", "at least 1"),
-        ("dflash:-1", "whole number"),
-        ("dflash:1.5", "whole number"),
-        ("dflash:four", "whole number"),
-        ("eagle3:2:3", "whole number"),
-        ("dflash:²", "whole number"),
-    ],
-)
-def test_bad_arms(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_arm(text)
 
 
 # Routers
@@ -176,6 +136,9 @@ def test_specs(target, drafters, tmp_path, weights):
     assert build_router("static:dflash:5", drafters, target).arms == (Arm("dflash", 5),)
     assert build_router("static:dflash", drafters, target).arms == (DF,)  # the CPU's default lengths
     assert build_router("static:eagle3", only["eagle3"], target).arms == (E3,)
+    assert build_router("static:ddtree:16", only["dflash"], target).arms == (Arm("ddtree", 16),)
+    assert build_router("static:eagle3-tree", only["eagle3"], target).arms == (Arm("eagle3-tree", 7),)
+    assert build_router("static:mixed:9:2:3", drafters, target).arms == (Arm("mixed", 9, 2, 3),)
     assert build_router("auto", {}, target).arms == (Arm("ar"),)
     assert build_router("auto", only["dflash"], target).arms == (DF,)
     assert isinstance(build_router("auto", drafters, target), EntropyRouter)
@@ -192,17 +155,26 @@ def test_specs(target, drafters, tmp_path, weights):
 
 
 def test_default_lengths_fit_the_drafter(target, drafters):
-    assert default_lengths(drafters, CPU, torch.bfloat16) == {"dflash": 3, "eagle3": 2}
-    assert default_lengths(drafters, CPU, torch.float32) == {"dflash": 2, "eagle3": 2}
-    assert default_lengths(drafters, torch.device("cuda"), torch.bfloat16) == {"dflash": 5, "eagle3": 7}
+    trees = ("ddtree", "eagle3-tree", "mixed")
+    assert default_lengths(drafters, CPU, torch.bfloat16) == {"dflash": 3, "eagle3": 2} | dict.fromkeys(trees, 8)
+    assert default_lengths(drafters, CPU, torch.float32) == {"dflash": 2, "eagle3": 2} | dict.fromkeys(trees, 7)
+    cuda = {"dflash": 5, "eagle3": 7, "ddtree": 64, "eagle3-tree": 32, "mixed": 64}
+    assert default_lengths(drafters, torch.device("cuda"), torch.bfloat16) == cuda
+    for lengths in (default_lengths(drafters, CPU, torch.float32), cuda):
+        for kind, size in lengths.items():
+            check_arm(drafters, Arm(kind, size))
+    assert default_lengths({"eagle3": drafters["eagle3"]}, CPU, torch.float32) == {"eagle3": 2, "eagle3-tree": 7}
     short = {"dflash": SimpleNamespace(max_draft=1), "eagle3": SimpleNamespace(max_draft=1)}
-    assert default_lengths(short, CPU, torch.float32) == {"dflash": 1, "eagle3": 1}
+    assert default_lengths(short, CPU, torch.float32) == {"dflash": 1, "eagle3": 1} | dict.fromkeys(trees, 7)
 
 
 @pytest.mark.parametrize(
     ("spec", "have", "error", "message"),
     [
         ("static:dflash", [], ValueError, "none is loaded: give dflash="),
+        ("static:ddtree:4", ["eagle3"], ValueError, "needs a dflash drafter"),
+        ("static:eagle3-tree", ["dflash"], ValueError, "needs a eagle3 drafter"),
+        ("static:mixed:8:4:3", ["dflash"], ValueError, "none is loaded: give eagle3="),
         ("static:", ["dflash"], ValueError, "unknown arm ''"),
         ("static:ddflash:3", ["dflash"], ValueError, "unknown arm 'ddflash:3'"),
         ("static:dflash:x", ["dflash"], ValueError, "whole number"),
