@@ -12,6 +12,7 @@ from whiflash_triton.arms import Arm
 from whiflash_triton.drafters.dflash import DFlashDrafter
 from whiflash_triton.drafters.eagle3 import Eagle3Drafter
 from whiflash_triton.training.models import Pack, Rope, dflash_forward, eagle3_forward
+from whiflash_triton.tree import chain
 from whiflash_triton.weights import load_target
 
 FLAGS = [
@@ -33,8 +34,6 @@ def text(target, n: int = 30, seed: int = 9):
     tokens = torch.randint(0, target.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(seed))
     cache = target.new_cache(n, 1)
     with torch.no_grad():
-        from whiflash_triton.tree import chain
-
         hidden, features = target.forward(chain(tokens), cache, (1, 2, 3), prefill=True)
     return tokens, features, hidden[0]
 
@@ -95,8 +94,6 @@ def test_eagle3_chain_equals_training_forward(target, flags, scratch):
             drafter.ingest(features[:, :, :start], tokens[:, :start])
             hidden, _ = drafter.catch_up(tokens[:, start : start + 1])
             drafter.cache.set_length(start - 1)
-            from whiflash_triton.tree import chain
-
             tree = chain(torch.zeros(1, 3, dtype=torch.int64))
             for step in range(3):
                 token = tokens[:, start + step : start + step + 1]
@@ -204,6 +201,70 @@ def test_cache_after_any_sequence_equals_a_rebuilt_one(target, kind, limit, seed
     first = 0 if kind == "dflash" else 1  # EAGLE-3 embeds the following token
     assert drafter.tokens == fresh.tokens == tokens[0, first : 38 + first].tolist()
     torch.testing.assert_close(drafter.cache.kv[..., :38, :], fresh.cache.kv[..., :38, :], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [2, 10**6])
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+@pytest.mark.parametrize("seed", range(6))
+def test_cropped_drafters_equal_rebuilt_ones(target, kind, limit, seed):
+    """Two texts that share a prefix, cropped back at every stage of ingestion: ids exactly, values to 1e-9, and the same draft."""
+    make, cls = (dflash, DFlashDrafter) if kind == "dflash" else (eagle3, Eagle3Drafter)
+    config, tensors = make(target)
+
+    def build(pending_limit):
+        return cls(config, tensors, target, rows=64, pending_limit=pending_limit)
+
+    rng = random.Random(seed)
+    one, other = (text(target, 40, s)[0] for s in (seed, seed + 100))
+    shared = rng.randint(2, 20)
+    both = {}
+    for name, tokens in (("one", one), ("other", torch.cat((one[:, :shared], other[:, shared:]), 1))):
+        with torch.no_grad():
+            both[name] = tokens, target.forward(chain(tokens), target.new_cache(40, 1), (1, 2, 3), prefill=True)[1]
+    drafter, at = build(limit), 0
+    with torch.no_grad():
+        tokens, features = both["one"]
+        while at < 30:
+            step = min(rng.randint(1, 6), 30 - at)
+            drafter.ingest(features[:, :, at : at + step], tokens[:, at : at + step])
+            at += step
+            if rng.random() < 0.3:
+                drafter.draft(tokens[:, at : at + 1], Arm(kind, 3), 9)
+            before, length = drafter.cache.length + drafter.pending, max(0, rng.randint(at - 3, at + 2))
+            drafter.crop(length)
+            at = drafter.cache.length + drafter.pending
+            assert at == min(before, length) and drafter.cache.length == int(drafter.cache.lengths)
+        keep = shared - (kind == "eagle3")  # EAGLE-3's row i embeds token i + 1
+        drafter.crop(keep)
+        drafter.cache.poison()
+        assert drafter.cache.length + drafter.pending == keep
+        tokens, features = both["other"]
+        drafter.ingest(features[:, :, keep:38], tokens[:, keep:38])
+        tree = drafter.draft(tokens[:, 38:39], Arm(kind, 5), 9)
+        fresh = rebuilt(build, features, tokens[:, :39])
+        assert torch.equal(tree.tokens, fresh.draft(tokens[:, 38:39], Arm(kind, 5), 9).tokens)
+    first = 0 if kind == "dflash" else 1
+    assert drafter.tokens == fresh.tokens == tokens[0, first : 38 + first].tolist()
+    torch.testing.assert_close(drafter.cache.kv[..., :38, :], fresh.cache.kv[..., :38, :], rtol=1e-9, atol=1e-12)
+    drafter.crop(0)
+    assert drafter.cache.length == drafter.pending == 0 and drafter.tokens == []
+
+
+def test_an_eagle3_crop_forgets_the_newest_row(target):
+    """Nothing is left to draft from until another row is ingested."""
+    config, tensors = eagle3(target)
+    drafter = Eagle3Drafter(config, tensors, target, rows=64)
+    tokens, features, _ = text(target)
+    with torch.no_grad():
+        drafter.ingest(features[:, :, :9], tokens[:, :9])
+        first = drafter.draft(tokens[:, 9:10], Arm("eagle3", 3), 9).tokens
+        drafter.crop(9)
+        assert torch.equal(drafter.draft(tokens[:, 9:10], Arm("eagle3", 3), 9).tokens, first)
+        drafter.crop(8)
+        with pytest.raises(RuntimeError, match="ingest the prompt"):
+            drafter.draft(tokens[:, 8:9], Arm("eagle3", 3), 9)
+        drafter.ingest(features[:, :, 8:9], tokens[:, 8:9])
+        assert torch.equal(drafter.draft(tokens[:, 9:10], Arm("eagle3", 3), 9).tokens, first)
 
 
 def test_reset_and_limits(target):
