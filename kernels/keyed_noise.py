@@ -35,6 +35,15 @@ def token_bits(key0, key1, token):
     return x ^ (x >> 14)
 
 
+@triton.jit
+def keyed_noise(key0, key1, token, dtype: tl.constexpr):
+    """Standard Gumbel noise, tl.float32 or tl.float64, of uint32 keys and int32 tokens; see `keyed_noise_torch`."""
+    BELOW_ONE: tl.constexpr = 1 - 2**-24 if dtype == tl.float32 else 1 - 2**-53
+    v = tl.minimum((token_bits(key0, key1, token).to(dtype) + 0.5) * 2**-32, BELOW_ONE)
+    u = 1.0 - v
+    return -tl.log((u - 1.0 + v) / u - tl.log(u))  # -log1p(-v): the quotient is what rounding 1 - v took from the log
+
+
 def keyed_noise_torch(seed: int | Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard Gumbel noise [R, T]: -log(-log1p(-v)) with v = (h + 0.5) / 2^32, kept below 1, and h = `keyed_bits_torch`.
 
@@ -50,11 +59,11 @@ def keyed_bits_torch(seed: int | Tensor, positions: Tensor, tokens: Tensor) -> T
     """Hash [R, T] of (seed, position, token), 32 bits as int32 (two's complement); arguments as `keyed_noise_torch`."""
     keys = _row_keys_torch(seed, positions)
     x = tokens + keys[:, :1]
-    x.bitwise_xor_(_shift(x, 17)).mul_(0xED5AD4BB - 2**32)
-    x.bitwise_xor_(keys[:, 1:])
-    x.bitwise_xor_(_shift(x, 11)).mul_(0xAC4C1B51 - 2**32)
-    x.bitwise_xor_(_shift(x, 15)).mul_(0x31848BAB)
-    return x.bitwise_xor_(_shift(x, 14))
+    shifted = torch.empty_like(x)  # one buffer: on a CPU large temporaries cost more than the arithmetic
+    _xor_shift_(x, 17, shifted).mul_(0xED5AD4BB - 2**32).bitwise_xor_(keys[:, 1:])
+    _xor_shift_(x, 11, shifted).mul_(0xAC4C1B51 - 2**32)
+    _xor_shift_(x, 15, shifted).mul_(0x31848BAB)
+    return _xor_shift_(x, 14, shifted)
 
 
 def _row_keys_torch(seed: int | Tensor, positions: Tensor) -> Tensor:
@@ -62,11 +71,13 @@ def _row_keys_torch(seed: int | Tensor, positions: Tensor) -> Tensor:
     if isinstance(seed, int):
         seed = seed - 2**64 if seed >= 2**63 else seed
     z = (positions + 1).mul_(0x9E3779B97F4A7C15 - 2**64).add_(seed)
-    z = (z ^ _shift(z, 30)).mul_(0xBF58476D1CE4E5B9 - 2**64)
-    z = (z ^ _shift(z, 27)).mul_(0x94D049BB133111EB - 2**64)
-    return (z ^ _shift(z, 31)).view(torch.int32).view(-1, 2)
+    shifted = torch.empty_like(z)
+    _xor_shift_(z, 30, shifted).mul_(0xBF58476D1CE4E5B9 - 2**64)
+    _xor_shift_(z, 27, shifted).mul_(0x94D049BB133111EB - 2**64)
+    return _xor_shift_(z, 31, shifted).view(torch.int32).view(-1, 2)
 
 
-def _shift(x: Tensor, n: int) -> Tensor:
-    """Right shift that fills with zeros, of a signed integer."""
-    return (x >> n).bitwise_and_((1 << (torch.iinfo(x.dtype).bits - n)) - 1)
+def _xor_shift_(x: Tensor, n: int, shifted: Tensor) -> Tensor:
+    """x ^= x >> n for a signed integer whose bits are meant unsigned: the shift fills with zeros."""
+    torch.bitwise_right_shift(x, n, out=shifted)
+    return x.bitwise_xor_(shifted.bitwise_and_((1 << (torch.iinfo(x.dtype).bits - n)) - 1))
