@@ -317,7 +317,7 @@ def test_a_failure_in_mid_round_leaves_the_decoder_usable(parts, monkeypatch):
         return owner, name, broken
 
     places = [(d, n) for d in decoder.drafters.values() for n in ("draft", "ingest")]
-    places += [(decoder.drafters["eagle3"], "_step"), (decoder.drafters["dflash"].cache, "attend")]
+    places += [(decoder.drafters["eagle3"], "_fuse"), (decoder.drafters["dflash"].cache, "attend")]
     places += [
         (decoder.router, "choose"),
         (decoder.work.cache, "commit"),

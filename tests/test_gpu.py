@@ -32,7 +32,13 @@ def prompts(count: int) -> list[str]:
     return [tiny.sentence(rng)[0] for _ in range(count)]
 
 
-@pytest.mark.parametrize("router", ["static:dflash:7", "static:eagle3:7", "entropy", "random"])
+ROUTERS = [
+    *("static:dflash:7", "static:ddtree:16", "static:ddtree:100", "static:eagle3:7", "static:eagle3-tree:16", "static:mixed:24"),
+    *("entropy", "random"),
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
 def test_float32_rounds_equal_the_plain_target(router):
     decoder = load("float32")
     for prompt in prompts(8):
@@ -40,6 +46,20 @@ def test_float32_rounds_equal_the_plain_target(router):
         expected = decoder.generate(prompt, max_new_tokens=64)
         decoder.use_router(_random(decoder) if router == "random" else router)
         assert torch.equal(decoder.generate(prompt, max_new_tokens=64).sequences, expected.sequences)
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 0}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.02, "repetition_penalty": 1.3}], ids=str
+)
+@pytest.mark.parametrize("router", ROUTERS)
+def test_float32_sampling_equals_the_plain_target(router, options):
+    decoder = load("float32")
+    for seed, prompt in enumerate(prompts(4)):
+        sampling = dict(max_new_tokens=64, do_sample=True, temperature=0.8, seed=seed) | options
+        decoder.use_router("static:ar")
+        expected = decoder.generate(prompt, **sampling)
+        decoder.use_router(_random(decoder) if router == "random" else router)
+        assert torch.equal(decoder.generate(prompt, **sampling).sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
