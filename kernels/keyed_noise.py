@@ -47,7 +47,8 @@ def keyed_noise(key0, key1, token, dtype: tl.constexpr):
 def keyed_noise_torch(seed: int | Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard Gumbel noise [R, T]: -log(-log1p(-v)) with v = (h + 0.5) / 2^32, kept below 1, and h = `keyed_bits_torch`.
 
-    seed 0..2^64-1, or int64 [1] (two's complement); positions int64 [R]; tokens int32 [T] or [R, T]. float32 or float64.
+    seed 0..2^64-1, or int64 [1] or [R] (two's complement); positions int64 [R]; tokens int32 [T] or [R, T]; dtype float32 or
+    float64.
     """
     # The unsigned value: rounding a signed one would differ from the kernels where v is close to 1.
     v = keyed_bits_torch(seed, positions, tokens).view(torch.uint32).to(dtype)
