@@ -164,10 +164,7 @@ def _processors(told: dict, prompt: int, limit: int, stops: list[int], vocab: in
         made.append(NoRepeatNGramLogitsProcessor(ngram))
         names.append("no_repeat_ngram_size")
     if told.get("bad_words_ids"):
-        outside = [t for word in told["bad_words_ids"] for t in word if not 0 <= t < vocab]
-        if outside:
-            raise ValueError(f"bad_words_ids: {outside[0]} lies outside the vocabulary of {vocab}")
-        made.append(NoBadWordsLogitsProcessor(told["bad_words_ids"], end if stops else None))
+        made.append(NoBadWordsLogitsProcessor(_bad_words(told["bad_words_ids"], vocab), end if stops else None))
         names.append("bad_words_ids")
     if least and stops:
         made.append(MinLengthLogitsProcessor(least, end, device=device))
@@ -182,24 +179,34 @@ def _processors(told: dict, prompt: int, limit: int, stops: list[int], vocab: in
     return made, names
 
 
+def _bad_words(words, vocab: int) -> list[list[int]]:
+    if not (isinstance(words, (list, tuple)) and all(isinstance(word, (list, tuple)) and word for word in words)):
+        raise ValueError("bad_words_ids: give a list of lists of token ids, none of them empty")
+    words = [[whole("bad_words_ids", token) for token in word] for word in words]
+    outside = [token for word in words for token in word if not 0 <= token < vocab]
+    if outside:
+        raise ValueError(f"bad_words_ids: {outside[0]} lies outside the vocabulary of {vocab}")
+    return words
+
+
 def _criteria(told: dict, tokenizer) -> list:
     """transformers' stopping criteria, those of `stop_strings` first."""
     made = []
     strings = told.get("stop_strings")
-    if strings:
+    if strings is not None:
         if tokenizer is None:
             raise ValueError("stop_strings: this decoder has no tokenizer; pass tokenizer= to from_pretrained")
         from transformers import StopStringCriteria
 
-        strings = [strings] if isinstance(strings, str) else list(strings)
-        if not all(isinstance(s, str) and s for s in strings):
+        strings = list(strings) if isinstance(strings, (list, tuple)) else [strings]
+        if not strings or not all(isinstance(s, str) and s for s in strings):
             raise ValueError("stop_strings: give one or several strings that are not empty")
         made.append(StopStringCriteria(tokenizer, strings))
     return made + _callables("stopping_criteria", told.get("stopping_criteria") or [])
 
 
 def _callables(name: str, value) -> list:
-    items = [value] if callable(value) and not isinstance(value, (list, tuple)) else list(value)
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
     if not all(callable(item) for item in items):
         raise ValueError(f"{name}: give a list of callables, as transformers takes them")
     return items

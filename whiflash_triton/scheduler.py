@@ -203,8 +203,8 @@ class Stream:
         nodes, drafted = rest[:kept], rest[path.shape[1] :]
         accepted = [drafted[node] for node in nodes[1:]]
         new, finish = [], None
-        for node, token in zip(nodes, self._possible([*accepted, end]), strict=True):
-            finish = self._append(token, None if self.scores is None else float_logits(scores)[node][None].clone())
+        for node, token in zip(nodes, [*accepted, end], strict=True):
+            finish = self._append(self._possible(token), None if self.scores is None else float_logits(scores)[node][None].clone())
             new.append(token)
             if finish is not None:
                 break
@@ -217,7 +217,7 @@ class Stream:
         while finish is None:
             scores = host_scores(logits[nodes[-1]], self.sampling, self.tokens)
             position = torch.tensor([len(self.tokens)], device=device)
-            new += self._possible(choose(scores, self.sampling, position).tolist())
+            new.append(self._possible(int(choose(scores, self.sampling, position))))
             finish = self._append(new[-1], scores)
             child = next((j for j in range(1, tree.size) if parents[j] == nodes[-1] and drafted[j] == new[-1]), None)
             if child is None:
@@ -244,9 +244,9 @@ class Stream:
         return Step(pick.new, ([arm] * accepted + [Arm("ar")])[:count], round_, pick.finish)
 
     @staticmethod
-    def _possible(tokens: list[int]) -> list[int]:
-        if -1 in tokens:
+    def _possible(token: int) -> int:
+        if token == -1:
             raise NaNLogits(
                 "no token can follow: the target's logits hold NaN (try float32, or check the weights), or the options rule out all"
             )
-        return tokens
+        return token
