@@ -114,7 +114,9 @@ def test_nan_weights_draft_nothing(target, text, text_form, broken, scratch):
             drafter.head = type(drafter.head)([weight])
     with torch.no_grad():
         tree = draft(drafters, anchor, arm, 9)
+        pads = eagle3_tree.propose(drafters["eagle3"], anchor, 9, 3, 4, prune=False)
     assert tree.tokens.tolist() == anchor.tolist() and tree.parents.tolist() == [-1]
+    assert pads.tokens.tolist() == [*anchor[0].tolist(), *9 * [0]] and pads.parents.tolist() == 10 * [-1]
 
 
 def test_mixed_with_one_broken_drafter_is_the_others_tree(target, text):

@@ -71,7 +71,7 @@ class Pending:
 def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k likeliest entries of every row of logits [R, V] (all where V < k): log-probabilities fp32 [R, k], indices int64 [R, k].
 
-    Ordered by probability, equals by index; the softmax runs over the whole row. A row with a NaN gives -inf, and 0, 1, ...
+    Ordered by probability, equals by index; the softmax runs over the whole row. A row with a NaN gives -inf and -1.
     """
     k = min(k, logits.shape[1])
     sample = ops.block_sampling(logits, k if k <= 64 else 0)
@@ -80,8 +80,7 @@ def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
         from ..kernels.block_sampling import ordered_topk
 
         values, found = ordered_topk(logits, k)
-    steps = (values - sample.logsumexp[:, None]).clamp_(max=0).nan_to_num_(nan=float("-inf"), neginf=float("-inf"))
-    return steps, torch.where(found < 0, torch.arange(k, device=found.device), found)
+    return (values - sample.logsumexp[:, None]).clamp_(max=0).nan_to_num_(nan=float("-inf"), neginf=float("-inf")), found
 
 
 def keep_rows(pieces: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
