@@ -1,4 +1,4 @@
-"""`whiflash train`: features, dflash, eagle3, export, tiny."""
+"""`whiflash train`: features, dflash, eagle3, calibrate, export, tiny."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from ..checkpoints import DFlashConfig, Eagle3Config, TargetShape, load_dflash, load_eagle3, save_dflash, save_eagle3
-from ..loading import load_tokenizer, pick_device, resolve_source
+from ..loading import load_drafters, load_tokenizer, pick_device, resolve_source
 from ..target import Target
 from ..weights import load_target
+from .calibrate import calibration_of, collect
 from .data import ROWS_PER_SHARD, Row, read_rows, shard_path, write_features
 from .drafters import RECIPES, dflash_taps, draft_vocabulary, eagle3_taps, stored_ids, train
 from .models import Params
@@ -56,6 +57,25 @@ def add_train_parser(subparsers) -> None:
         else:
             p.add_argument("--unroll", type=int, default=RECIPES[kind].unroll, help="draft steps unrolled in training")
         p.set_defaults(run=run_train, kind=kind)
+
+    p = commands.add_parser("calibrate", help="measure how far the drafters' probabilities can be trusted, for mixed trees")
+    p.add_argument("--target", default="smollm2-135m", help="hub id, folder or .gguf file")
+    p.add_argument(
+        "--data", type=Path, required=True, help="the JSON lines the drafters were trained on; only held-out rows are read"
+    )
+    p.add_argument(
+        "--out", type=Path, required=True, help="calibration.json beside the drafters' folders is where they look for it"
+    )
+    for kind in ("dflash", "eagle3"):
+        p.add_argument(f"--{kind}", type=Path, help="drafter folder (default: the shipped one of the target)")
+    p.add_argument("--max-len", type=int, default=512, help="as in training: it decides which rows were held out")
+    p.add_argument("--max-rows", type=int, default=ROWS_PER_SHARD, help=f"of the {ROWS_PER_SHARD} held-out rows")
+    p.add_argument("--tokens", type=int, default=256, help="read only so many of a row")
+    p.add_argument("--positions", type=int, default=12, help="places of a row to draft at")
+    p.add_argument("--nodes", type=int, default=32, help="drafted nodes a place")
+    p.add_argument("--device")
+    p.add_argument("--threads", type=int)
+    p.set_defaults(run=run_calibrate)
 
     export = commands.add_parser("export", help="rewrite a drafter folder in the published format")
     export.add_argument("kind", choices=("dflash", "eagle3"))
@@ -238,6 +258,29 @@ def _start_from(kind: str, folder: Path, target: Target, ids: torch.Tensor) -> t
 def _load(kind: str, folder: Path, target: Target):
     t = target.config
     return (load_eagle3 if kind == "eagle3" else load_dflash)(folder, target=TargetShape(t.num_layers, t.hidden_size, t.vocab_size))
+
+
+def run_calibrate(args) -> int:
+    if not 1 <= args.max_rows <= ROWS_PER_SHARD:
+        raise ValueError(f"--max-rows {args.max_rows}: 1 to {ROWS_PER_SHARD} rows were held out, and the others were trained on")
+    if min(args.positions, args.nodes) < 1 or args.tokens < 2:
+        raise ValueError("--positions, --nodes and --tokens must be positive, and two tokens are the least")
+    _, assets = resolve_source(args.target)
+    paths = {kind: getattr(args, kind) or assets.get(kind) for kind in ("dflash", "eagle3")}
+    if not any(paths.values()):
+        raise ValueError(f"{args.target} has no shipped drafters: give --dflash or --eagle3, or both")
+    target, _, rows, _ = _target(args)
+    drafters = load_drafters(target, paths, {}, args.tokens)
+    with _bar(len(rows), "calibrate", "row") as bar:
+        samples = collect(target, drafters, rows, args.positions, args.nodes, args.tokens, bar.update)
+    found = {kind: calibration_of(part) for kind, part in samples.items()}
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    for kind, part in found.items():
+        for depth, (slope, offset, count, before, after) in enumerate(zip(*part.values(), strict=True), 1):
+            change = f"slope {slope:.3f} offset {offset:+.3f}, log-loss {before:.4f} -> {after:.4f}"
+            print(f"{kind} depth {depth}: {change} ({count} nodes)")
+    print(f"wrote {args.out}")
+    return 0
 
 
 def run_export(args) -> int:
