@@ -11,6 +11,7 @@ import torch
 from tests.oracle import RandomRouter, build, hf_generate, models, prompt_ids, run
 from tests.tiny import dflash, eagle3
 from whiflash_triton.arms import Arm, parse_arm
+from whiflash_triton.decoder import WhiFlashDecoder
 from whiflash_triton.drafters import ddtree, eagle3_tree
 from whiflash_triton.drafters.base import likeliest
 from whiflash_triton.drafters.calibration import Calibration
@@ -18,7 +19,9 @@ from whiflash_triton.drafters.dflash import DFlashDrafter
 from whiflash_triton.drafters.draft import check_arm, draft
 from whiflash_triton.drafters.eagle3 import Eagle3Drafter
 from whiflash_triton.drafters.mixed import merge, merge_on_host
+from whiflash_triton.loading import ASSETS
 from whiflash_triton.scheduler import Stream, Workspace
+from whiflash_triton.training.tiny import sentence
 from whiflash_triton.tree import Proposal, chain, from_parents
 
 ROWS, START = 80, 17
@@ -388,3 +391,24 @@ def test_mixed_weighs_both_drafters_by_their_calibration(target, text):
         assert sorted(paths(draft(drafters, anchor, Arm("eagle3-tree", 10, 3, 4), 99))) == sorted(paths(deep)), (
             "its own arm is as it was"
         )
+
+
+# Trained drafters
+
+
+def test_trained_trees_hold_more_of_the_text_than_chains():
+    """The tiny trio: every tree arm writes what the target writes, and in fewer rounds than a chain of one drafter."""
+    tiny = ASSETS / "tiny"
+    decoder = WhiFlashDecoder.from_pretrained(
+        str(tiny / "target"), dflash=tiny / "dflash", eagle3=tiny / "eagle3", device="cpu", dtype="float32", max_cache_len=256
+    )
+    rng = random.Random(3)
+    prompts = [sentence(rng)[0] for _ in range(6)]
+    texts, forwards = {}, {}
+    for arm in ("ar", "dflash:5", "ddtree:20", "eagle3:5", "eagle3-tree:20", "mixed:20"):
+        decoder.use_router(f"static:{arm}")
+        outs = [decoder.generate(prompt, max_new_tokens=32) for prompt in prompts]
+        texts[arm], forwards[arm] = [out.sequences.tolist() for out in outs], sum(out.stats.target_forwards for out in outs)
+        assert texts[arm] == texts["ar"]
+    assert forwards["ddtree:20"] < forwards["dflash:5"] and forwards["eagle3-tree:20"] < forwards["eagle3:5"], forwards
+    assert forwards["mixed:20"] < min(forwards["dflash:5"], forwards["eagle3:5"]), forwards

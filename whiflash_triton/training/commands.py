@@ -71,7 +71,7 @@ def add_train_parser(subparsers) -> None:
     p.add_argument("--max-len", type=int, default=512, help="as in training: it decides which rows were held out")
     p.add_argument("--max-rows", type=int, default=ROWS_PER_SHARD, help=f"of the {ROWS_PER_SHARD} held-out rows")
     p.add_argument("--tokens", type=int, default=256, help="read only so many of a row")
-    p.add_argument("--positions", type=int, default=12, help="places of a row to draft at")
+    p.add_argument("--positions", type=int, default=24, help="places of a row to draft at")
     p.add_argument("--nodes", type=int, default=32, help="drafted nodes a place")
     p.add_argument("--device")
     p.add_argument("--threads", type=int)
