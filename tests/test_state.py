@@ -241,10 +241,11 @@ def test_after_a_failure_in_mid_round_nothing_is_reused(place, monkeypatch):
     text = text_of(talk.say(PROMPT, 8))
     for after in (1, 2, 4):
         owner, name = PLACES[place](talk.decoder)
+        talk.oracle.text = whole = plain(text + [3], 60, {})
         with monkeypatch.context() as patch, pytest.raises(Broken):
             patch.setattr(owner, name, fails(getattr(owner, name), after))
             talk.decoder.generate(text + [3], max_new_tokens=40)
-        out = talk.say(text + [3, 4], 6)
+        out = talk.say(whole[: len(text) + 3] + [4], 6)  # goes on from the answer that was cut off
         assert out.stats.reused_tokens == 0
         check_rows(talk.work, remade, text_of(out)[:-1], text_of(out)[-1])
         text = text_of(out)
@@ -256,11 +257,11 @@ def test_after_a_callable_of_the_callers_has_failed(option):
     text = text_of(talk.say(PROMPT, 8))
     good = {"logits_processor": lambda ids, scores: scores, "stopping_criteria": lambda ids, scores: False}[option]
     for after in (0, 3, 9):
-        talk.oracle.text = plain(text + [3], 40, {})
+        talk.oracle.text = whole = plain(text + [3], 40, {})
         with pytest.raises(Broken):
             talk.decoder.generate(text + [3], max_new_tokens=30, **{option: [fails(good, after)]})
-        out = talk.say(text + [3], 6)
-        # The prompt's own rows were whole when the first token was chosen, but they end the prompt, not an answer.
+        out = talk.say(whole[: len(text) + 3] + [4], 6)
+        # Before the first round the prompt's rows are whole, but they end a prompt, not an answer.
         assert out.stats.reused_tokens == 0
         check_rows(talk.work, remade, text_of(out)[:-1], text_of(out)[-1])
 
