@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 
@@ -23,6 +24,7 @@ from whiflash_triton.loading import ASSETS
 from whiflash_triton.scheduler import Stream, Workspace
 from whiflash_triton.training.tiny import sentence
 from whiflash_triton.tree import Proposal, chain, from_parents
+from whiflash_triton.weights import load_target
 
 ROWS, START = 80, 17
 MODES = pytest.mark.parametrize("scratch", [False, True], ids=["tail", "scratch"])
@@ -412,3 +414,26 @@ def test_trained_trees_hold_more_of_the_text_than_chains():
         assert texts[arm] == texts["ar"]
     assert forwards["ddtree:20"] < forwards["dflash:5"] and forwards["eagle3-tree:20"] < forwards["eagle3:5"], forwards
     assert forwards["mixed:20"] < min(forwards["dflash:5"], forwards["eagle3:5"]), forwards
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "text_form", ["ddtree:12", "ddtree:100", "eagle3-tree:12", "eagle3-tree:40:3:6", "mixed:12", "mixed:70:3:6"]
+)
+def test_cuda_drafts_the_same_trees_and_waits_for_nothing(text, text_form):
+    model, on_cpu = models("qwen3", torch.float32)
+    on_gpu = load_target(copy.deepcopy(model).cuda(), torch.device("cuda"), torch.float32)[0]
+    arm, (tokens, features) = parse_arm(text_form), text
+    trees = []
+    with torch.no_grad():
+        for target in (on_cpu, on_gpu):
+            moved = tokens.to(target.device), features.to(target.device, torch.float32)
+            drafters = {kind: fed(build(kind, target, ROWS, target is on_gpu), moved) for kind in ("dflash", "eagle3")}
+            anchor = moved[0][:, START : START + 1]
+            trees.append(draft(drafters, anchor, arm, 99))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = draft(drafters, anchor, arm, 99)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sorted(paths(trees[0])) == sorted(paths(trees[1])) == sorted(paths(again))

@@ -74,13 +74,15 @@ def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     Ordered by probability, equals by index; the softmax runs over the whole row. A row with a NaN gives -inf and -1.
     """
     k = min(k, logits.shape[1])
-    sample = ops.block_sampling(logits, k if k <= 64 else 0)
-    values, found = sample.topk_logits, sample.topk_tokens
-    if k > 64:  # more than the kernel keeps
+    if logits.is_cuda and k <= 64:  # what the kernel keeps; elsewhere its argmax and entropy would be computed for nothing
+        sample = ops.block_sampling(logits, k)
+        values, found, total = sample.topk_logits, sample.topk_tokens, sample.logsumexp
+    else:
         from ..kernels.block_sampling import ordered_topk
 
         values, found = ordered_topk(logits, k)
-    return (values - sample.logsumexp[:, None]).clamp_(max=0).nan_to_num_(nan=float("-inf"), neginf=float("-inf")), found
+        total = logits.float().logsumexp(-1)
+    return (values - total[:, None]).clamp_(max=0).nan_to_num_(nan=float("-inf"), neginf=float("-inf")), found
 
 
 def keep_rows(pieces: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
