@@ -126,22 +126,14 @@ def _partial_kernel(
 
     if score_ptr is not None:
         key0, key1 = row_keys(tl.load(seed_ptr), tl.load(positions_ptr + row))
-        score = _score(logits, temperature, key0, key1, token, score_ptr.dtype.element_ty)
+        dtype: tl.constexpr = score_ptr.dtype.element_ty
+        x = logits.to(dtype)
+        t = tl.full([BLOCK], temperature, dtype)
+        x = x / t if dtype == tl.float64 else tl.div_rn(x, t)  # rounded as PyTorch does
+        score = x + keyed_noise(key0, key1, token, dtype)
         best_score = tl.max(score, 0)
         tl.store(score_ptr + row * n_splits + split, best_score)
         tl.store(drawn_ptr + row * n_splits + split, tl.min(tl.where(score == best_score, token, 0x7FFFFFFF), 0))
-
-
-@triton.jit
-def _score(logits, temperature, key0, key1, token, dtype: tl.constexpr):
-    """logit / temperature + noise [BLOCK], -inf where the logit is."""
-    x = logits.to(dtype)
-    t = tl.full(x.shape, temperature, dtype)
-    if dtype == tl.float64:
-        x = x / t
-    else:
-        x = tl.div_rn(x, t)  # rounded as PyTorch does
-    return x + keyed_noise(key0, key1, token, dtype)
 
 
 @triton.jit

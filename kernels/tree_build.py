@@ -148,10 +148,8 @@ def ancestor_words(parents: Tensor) -> Tensor:
     n_nodes = len(parents)
     n_words = triton.cdiv(n_nodes, 64)
     words = torch.empty(n_nodes, n_words, dtype=torch.int64, device=parents.device)
-    if n_nodes:
-        grid = (triton.cdiv(n_nodes, WORDS_BLOCK),)
-        widths = {"BLOCK": WORDS_BLOCK, "WORDS": triton.next_power_of_2(n_words)}
-        _ancestor_words_kernel[grid](parents, words, n_nodes, n_words, **widths, num_warps=1)
+    widths = {"BLOCK": WORDS_BLOCK, "WORDS": triton.next_power_of_2(n_words)}
+    _ancestor_words_kernel[(triton.cdiv(n_nodes, WORDS_BLOCK),)](parents, words, n_nodes, n_words, **widths, num_warps=1)
     return words
 
 
@@ -166,7 +164,7 @@ def _check(log_probs: Tensor, tokens: Tensor, anchor: Tensor, budget: int) -> No
 
 
 def _check_parents(parents: Tensor) -> None:
-    assert parents.ndim == 1 and parents.dtype == torch.int32, "parents must be int32 [N]"
+    assert parents.ndim == 1 and len(parents) and parents.dtype == torch.int32, "parents must be int32 [N], N > 0"
     assert parents.stride(0) == 1, "parents must be contiguous"
 
 

@@ -138,6 +138,18 @@ def test_rejections():
             fn(torch.zeros(5, 2).T)
         with pytest.raises(AssertionError, match="V > 0"):
             fn(torch.zeros(2, 0))
+        seed, positions = torch.tensor([1]), torch.arange(2)
+        for wrong in ((seed, None, 1.0), (None, positions, 1.0)):
+            with pytest.raises(AssertionError, match="go together"):
+                fn(torch.zeros(2, 5), 0, *wrong)
+        with pytest.raises(AssertionError, match="seed must"):
+            fn(torch.zeros(2, 5), 0, positions, positions, 1.0)
+        for wrong in (positions[:1], positions.int()):
+            with pytest.raises(AssertionError, match="positions must"):
+                fn(torch.zeros(2, 5), 0, seed, wrong, 1.0)
+        for temperature in (0.0, -1.0, INF, NAN):
+            with pytest.raises(AssertionError, match="temperature"):
+                fn(torch.zeros(2, 5), 0, seed, positions, temperature)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -185,22 +197,27 @@ def test_kernel_full_product(width, top_k, dtype):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype, drawing", [("fp16", False), ("bf16", False), ("fp32", False), ("bf16", True), ("fp32", True), ("fp64", True)]
+)
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("entry", list(lookup.shipped("block_sampling")), ids=lambda entry: f"{entry.device}-{entry.key}")
-def test_compiles(compiles, entry, arch, dtype):
+def test_compiles(compiles, entry, arch, dtype, drawing):
     if entry.arch not in (None, arch):
         pytest.skip(f"meant for sm_{entry.arch}")
     log_k, config = entry.key["k"].bit_length() - 1, entry.config
-    pointers = {"logits_ptr": f"*{dtype}", "key_ptr": "*i64", "sums_ptr": "*fp32"}
-    sizes = {"stride_row": "i32:16", "n_vocab": "i32", "n_splits": "i32"}
-    constants = {"LOG_K": log_k, "LOG_BLOCK": config["BLOCK"].bit_length() - 1}
+    drawn = {"score_ptr": "*fp64" if dtype == "fp64" else "*fp32", "drawn_ptr": "*i32"}
+    keyed = {"seed_ptr": "*i64", "positions_ptr": "*i64"}
+    absent = {} if drawing else dict.fromkeys(drawn | keyed)
+    pointers = {"logits_ptr": f"*{dtype}", "key_ptr": "*i64", "sums_ptr": "*fp32", "temperature": "fp64"}
+    sizes = {"stride_row": "i32:16", "n_vocab": "i32", "n_splits": "i32"} | (drawn | keyed if drawing else {})
+    constants = {"LOG_K": log_k, "LOG_BLOCK": config["BLOCK"].bit_length() - 1} | absent
     compiles(module._partial_kernel, pointers | sizes, constants, arch, dtype=dtype, num_warps=config["num_warps"])
-    if dtype == "fp32":  # the merge reads fp32 and int64 whatever the logits are
+    if dtype in ("fp32", "fp64"):  # the merge reads fp32 and int64 whatever the logits are, and fp64 scores of fp64 logits
         pointers = {"key_ptr": "*i64", "sums_ptr": "*fp32", "token_ptr": "*i64", "logsumexp_ptr": "*fp32"}
         pointers |= {"entropy_ptr": "*fp32", "topk_logit_ptr": "*fp32", "topk_token_ptr": "*i64"}
-        constants = {"LOG_K": log_k, "LOG_SPLITS": module.MAX_SPLITS.bit_length() - 1}
-        sizes = {"n_splits": "i32", "top_k": "i32"}
+        constants = {"LOG_K": log_k, "LOG_SPLITS": module.MAX_SPLITS.bit_length() - 1} | ({} if drawing else dict.fromkeys(drawn))
+        sizes = {"n_splits": "i32", "top_k": "i32"} | (drawn if drawing else {})
         compiles(module._merge_kernel, pointers | sizes, constants, arch, dtype=dtype, num_warps=config["MERGE_WARPS"])
 
 
