@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from tests.test_tree_arms import random_proposal
+from tests.trees import random_proposal
 from whiflash_triton.cli import main
 from whiflash_triton.drafters.calibration import Calibration, read_calibration
 from whiflash_triton.loading import ASSETS, load_drafters

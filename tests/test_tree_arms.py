@@ -1,4 +1,4 @@
-"""Tree arms: ddtree against all prefixes, eagle3-tree against one chain a path, mixed against a union of paths."""
+"""Tree arms: ddtree against all prefixes, eagle3-tree against one chain a path, and all of them as trees and in rounds."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ import torch
 
 from tests.oracle import RandomRouter, build, hf_generate, models, prompt_ids, run
 from tests.tiny import dflash, eagle3
+from tests.trees import ROWS, START, example, fed, pair, paths
 from whiflash_triton.arms import Arm, parse_arm
 from whiflash_triton.decoder import WhiFlashDecoder
 from whiflash_triton.drafters import ddtree, eagle3_tree
 from whiflash_triton.drafters.base import likeliest
-from whiflash_triton.drafters.calibration import Calibration
 from whiflash_triton.drafters.dflash import DFlashDrafter
 from whiflash_triton.drafters.draft import check_arm, draft
 from whiflash_triton.drafters.eagle3 import Eagle3Drafter
-from whiflash_triton.drafters.mixed import merge, merge_on_host
 from whiflash_triton.loading import ASSETS
 from whiflash_triton.scheduler import Stream, Workspace
 from whiflash_triton.training.tiny import sentence
-from whiflash_triton.tree import Proposal, chain, from_parents
+from whiflash_triton.tree import chain, from_parents
 from whiflash_triton.weights import load_target
 
-ROWS, START = 80, 17
 MODES = pytest.mark.parametrize("scratch", [False, True], ids=["tail", "scratch"])
 ARMS = [
     "ddtree:1",
@@ -48,29 +46,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def text(target):
-    """(tokens [1, 30], features of taps 1, 2, 3)."""
-    tokens = torch.tensor([prompt_ids(30, seed=9)])
-    with torch.no_grad():
-        _, features = target.forward(chain(tokens), target.new_cache(30, 1), (1, 2, 3), prefill=True)
-    return tokens, features
-
-
-def fed(drafter, text, start: int = START):
-    tokens, features = text
-    drafter.ingest(features[:, :, :start], tokens[:, :start])
-    return drafter
-
-
-def pair(target, text, scratch: bool = False) -> dict:
-    return {kind: fed(build(kind, target, ROWS, scratch), text) for kind in ("dflash", "eagle3")}
-
-
-def paths(tree) -> list[tuple[int, ...]]:
-    """The drafted tokens from the root to every node."""
-    out: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.tokens.flatten().tolist(), tree.parents.tolist(), strict=True):
-        out.append((*out[parent], token) if parent >= 0 else ())
-    return out
+    return example(target)
 
 
 def check_tree(tree, anchor: torch.Tensor, most: int, deepest: int) -> None:
@@ -324,75 +300,6 @@ def test_a_head_of_fewer_rows_than_children(target, text):
         tree = draft({"eagle3": drafter}, anchor, Arm("eagle3-tree", 60, 8, 3), 99)
     check_tree(tree, anchor, 3 + 9 + 24, 3)
     assert tree.size == 1 + 3 + 9 + 24  # three, then three of each of three, then three of each of eight
-
-
-# mixed
-
-
-def random_proposal(rng: random.Random, size: int, deepest: int, tokens: int, pads: int = 0) -> Proposal:
-    """A tree with scores that tie now and then, steps of probability 1 among them."""
-    parents, ids, depths, scores, taken = [-1], [3], [0], [0.0], set()
-    while len(ids) <= size:
-        parent, token = rng.randrange(len(ids)), rng.randrange(tokens)
-        if depths[parent] < deepest and (parent, token) not in taken:
-            taken.add((parent, token))
-            parents.append(parent)
-            ids.append(token)
-            depths.append(depths[parent] + 1)
-            scores.append(scores[parent] - rng.choice([0.0, 0.25, 0.5, 3.0]))
-    ids, parents, depths, scores = ids + [0] * pads, parents + [-1] * pads, depths + [0] * pads, scores + [float("-inf")] * pads
-    int32 = dict(dtype=torch.int32)
-    return Proposal(torch.tensor(ids), torch.tensor(parents, **int32), torch.tensor(depths, **int32), torch.tensor(scores).double())
-
-
-def union(a: Proposal, b: Proposal, size: int) -> list[tuple[tuple[int, ...], float]]:
-    """The merge on paths: the larger step of each, summed from the root; best first, a's first among equals."""
-    steps: dict[tuple[int, ...], float] = {}
-    for nodes in (a, b):
-        for path, parent, score in zip(paths(nodes), nodes.parents.tolist(), nodes.scores.tolist(), strict=True):
-            if path:
-                steps[path] = max(steps.get(path, float("-inf")), score - float(nodes.scores[parent]))
-    scores = {path: sum(steps[path[: d + 1]] for d in range(len(path))) for path in steps}
-    order = list(scores)
-    kept = sorted(sorted(range(len(order)), key=lambda i: -scores[order[i]])[:size])
-    return [(order[i], scores[order[i]]) for i in kept]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_both_merges_are_the_union_of_paths(seed):
-    rng = random.Random(seed)
-    deepest = rng.randint(1, 5)
-    a, b = (random_proposal(rng, rng.randint(1, 5 if deepest == 1 else 20), deepest, 6, rng.randrange(3)) for _ in range(2))
-    for size in (1, 4, 12, 60):
-        expected = union(a, b, size)
-        host, device = merge_on_host(a, b, size), merge(a, b, size, deepest)
-        assert paths(host)[1:] == [path for path, _ in expected]
-        assert host.scores[1:].tolist() == [score for _, score in expected]
-        n = len(host.tokens)
-        assert all(torch.equal(getattr(host, f), getattr(device, f)[:n]) for f in ("tokens", "parents", "depths", "scores"))
-        assert (device.parents[n:] == -1).all() and (device.scores[n:] == float("-inf")).all() and not device.depths[n:].any()
-        assert len(device.tokens) == 1 + min(size, len(a.tokens) + len(b.tokens) - 2 + 1)
-
-
-def test_mixed_weighs_both_drafters_by_their_calibration(target, text):
-    """Uncalibrated: the union of both trees. A drafter whose steps are known to be worthless adds nothing."""
-    anchor, arm = text[0][:, START : START + 1], Arm("mixed", 10, 3, 4)
-    drafters = pair(target, text)
-    worthless = Calibration((1.0, 1.0), (-60.0, -60.0))
-    with torch.no_grad():
-        wide = ddtree.propose(drafters["dflash"], anchor, 10, 99)
-        deep = eagle3_tree.propose(drafters["eagle3"], anchor, 10, 3, 4)
-        wide = Proposal(wide.tokens[0], *wide[1:3], wide.scores)
-        expected = [path for path, _ in union(wide, deep, 10)]
-        assert paths(draft(drafters, anchor, arm, 99))[1:] == expected
-        assert set(expected) - set(paths(wide)) and set(expected) - set(paths(deep)), "both must have a share"
-        drafters["dflash"].calibration = worthless
-        assert sorted(paths(draft(drafters, anchor, arm, 99))) == sorted(paths(deep))
-        drafters["dflash"].calibration, drafters["eagle3"].calibration = None, worthless
-        assert sorted(paths(draft(drafters, anchor, arm, 99))) == sorted(paths(wide))
-        assert sorted(paths(draft(drafters, anchor, Arm("eagle3-tree", 10, 3, 4), 99))) == sorted(paths(deep)), (
-            "its own arm is as it was"
-        )
 
 
 # Trained drafters
