@@ -76,6 +76,7 @@ def test_needs():
         "eagle3": ("eagle3",),
         "eagle3-tree": ("eagle3",),
         "mixed": ("dflash", "eagle3"),
+        "lookup": (),
     }
     assert Arm("oracle", 5).needs == ("oracle",)
     assert {Arm(kind, 1).needs for kind in DIFFUSION} == {("dflash",)}
@@ -93,6 +94,7 @@ def test_only_eagle_trees_have_a_shape(kind):
     [
         "ar", "dflash:1", "dflash:7", "eagle3:16", "ddtree:1", "ddtree:1024", "eagle3-tree:1", "eagle3-tree:68",
         "eagle3-tree:5:1:5", "eagle3-tree:16:1:16", "eagle3-tree:1024:16:8", "mixed:1024", "mixed:7:1:1",
+        "lookup:1", "lookup:64",
     ],
 )  # fmt: skip
 def test_arms_that_can_be_drafted(text):
@@ -105,6 +107,7 @@ def test_arms_that_can_be_drafted(text):
         (Arm("dflash", 0), "dflash:0 is out of range: this drafter drafts dflash:1 to dflash:7"),
         (Arm("dflash", 8), "dflash:8 is out of range"),
         (Arm("eagle3", 17), "eagle3:1 to eagle3:16"),
+        (Arm("lookup", 65), "lookup:1 to lookup:64"),
         (Arm("ddtree", 0), "a tree has 1 to 1024 nodes"),
         (Arm("ddtree", 1025), "a tree has 1 to 1024 nodes"),
         (Arm("mixed", 1025), "a tree has 1 to 1024 nodes"),

@@ -1,4 +1,5 @@
-"""Arm: one way to spend a round, with its size: `ar`, `dflash:4`, `ddtree:16`, `eagle3:3`, `eagle3-tree:16`, `mixed:16`.
+"""Arm: one way to spend a round, with its size: `ar`, `dflash:4`, `ddtree:16`, `eagle3:3`, `eagle3-tree:16`, `mixed:16`,
+`lookup:8`.
 
 The size counts drafted nodes without the anchor. An EAGLE-3 tree also has top_k, the children a node gets, and depth, the drafted
 tokens on its longest path: `eagle3-tree:16:4:3` and `mixed:16:4:3` name them after the size.
@@ -8,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KINDS = ("ar", "dflash", "ddtree", "eagle3", "eagle3-tree", "mixed")
+KINDS = ("ar", "dflash", "ddtree", "eagle3", "eagle3-tree", "mixed", "lookup")
 DIFFUSION, AUTOREGRESSIVE = ("dflash", "ddtree"), ("eagle3", "eagle3-tree")
 SHAPED = ("eagle3-tree", "mixed")  # the kinds that have a top_k and a depth
 TOP_K, DEPTH = 4, 5
-_NEEDS = {"ar": (), "ddtree": ("dflash",), "eagle3-tree": ("eagle3",), "mixed": ("dflash", "eagle3")}
+_NEEDS = {"ar": (), "lookup": (), "ddtree": ("dflash",), "eagle3-tree": ("eagle3",), "mixed": ("dflash", "eagle3")}
 
 
 @dataclass(frozen=True)
@@ -67,4 +68,4 @@ def parse_arm(text: str, defaults: dict[str, int] | None = None) -> Arm:
 
 
 def _size(kind: str) -> str:
-    return "a draft length" if kind in ("dflash", "eagle3") else "a number of nodes"
+    return "a draft length" if kind in ("dflash", "eagle3", "lookup") else "a number of nodes"

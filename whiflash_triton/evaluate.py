@@ -22,7 +22,7 @@ from .stats import Output, Stats
 from .training.data import encode_chat
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-RANDOM_TREES = ("ddtree:3", "ddtree:12", "eagle3-tree:5:2:3", "eagle3-tree:12:4:3", "mixed:4:2:2", "mixed:12:4:3")
+RANDOM_MORE = ("lookup:7", "ddtree:3", "ddtree:12", "eagle3-tree:5:2:3", "eagle3-tree:12:4:3", "mixed:4:2:2", "mixed:12:4:3")
 TIE = 1e-4  # two best logits closer than this are a tie: either token is the target's choice
 
 
@@ -125,7 +125,7 @@ def evaluate(
 def _random(decoder: WhiFlashDecoder) -> RandomRouter:
     lengths = [1, 2, 3, 5, 7]
     arms = [Arm("ar")] + [Arm(kind, n) for kind, d in decoder.drafters.items() for n in lengths if n <= d.max_draft]
-    arms += [arm for arm in map(parse_arm, RANDOM_TREES) if set(arm.needs) <= set(decoder.drafters)]
+    arms += [arm for arm in map(parse_arm, RANDOM_MORE) if set(arm.needs) <= set(decoder.drafters)]
     return RandomRouter(tuple(arms))
 
 

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 ASSETS = Path(__file__).parent / "assets"
 # On a CPU verifying more rows costs more than the later slots bring; in float32 a fourth row alone costs half as much as the first,
 # and eight rows as much as four, which is what trees are for.
-CPU_LENGTHS = {"dflash": 3, "eagle3": 2, "ddtree": 8, "eagle3-tree": 8, "mixed": 8}
-CPU_FLOAT32_LENGTHS = {"dflash": 2, "eagle3": 2, "ddtree": 7, "eagle3-tree": 7, "mixed": 7}
-CUDA_LENGTHS = {"eagle3": 7, "ddtree": 64, "eagle3-tree": 32, "mixed": 64}
+CPU_LENGTHS = {"lookup": 8, "dflash": 3, "eagle3": 2, "ddtree": 8, "eagle3-tree": 8, "mixed": 8}
+CPU_FLOAT32_LENGTHS = {"lookup": 7, "dflash": 2, "eagle3": 2, "ddtree": 7, "eagle3-tree": 7, "mixed": 7}
+CUDA_LENGTHS = {"lookup": 16, "eagle3": 7, "ddtree": 64, "eagle3-tree": 32, "mixed": 64}
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

@@ -17,6 +17,7 @@ from .arms import Arm
 from .cache import KVCache
 from .drafters.base import Drafter
 from .drafters.draft import draft
+from .drafters.lookup import SuffixAutomaton, copied
 from .routers.base import RoundState, Router
 from .sampling import Sampling, choose, float_logits, host_scores, node_scores
 from .stats import Round
@@ -114,6 +115,7 @@ class Stream:
         self.tokens: list[int] = []
         self.prompt_len = self.reused = self.forwards = 0
         self.anchor: torch.Tensor | None = None  # int64 [1, 1]
+        self.copies = SuffixAutomaton()  # of the text, as far as lookup has read it
         self.state: RoundState | None = None
 
     @property
@@ -146,7 +148,7 @@ class Stream:
         self.work.rows = None
         lap("route")
         caught_up = sum(self.state.pending.get(name, 0) for name in arm.needs)
-        tree = chain(self.anchor) if arm.kind == "ar" else draft(self.drafters, self.anchor, arm, max_draft)
+        tree = self._draft(arm, max_draft)
         lap("draft")
         hidden, features = self.target.forward(tree, self.cache, self.work.taps)
         logits = self.target.logits(hidden)[0]  # [N, V]
@@ -174,6 +176,11 @@ class Stream:
             listed = ", ".join(map(str, self.router.arms))
             raise ValueError(f"{type(self.router).__name__} chose {arm}, which its arms do not list: {listed}")
         return arm if max_draft >= 1 else Arm("ar")
+
+    def _draft(self, arm: Arm, max_draft: int) -> DraftTree:
+        if arm.kind == "lookup":
+            return copied(self.copies, self.tokens, self.anchor, min(arm.size, max_draft))
+        return draft(self.drafters, self.anchor, arm, max_draft)
 
     def _own(self) -> None:
         """Take the caches back if another stream has had them since, or a round has failed."""

@@ -10,6 +10,7 @@ from .base import Drafter
 from .ddtree import ddtree
 from .eagle3 import MAX_TREE_ROWS
 from .eagle3_tree import eagle3_tree
+from .lookup import MAX_DRAFT as LOOKUP_LIMIT
 from .mixed import mixed
 
 MAX_NODES, MAX_TOP_K = 1024, 16
@@ -26,7 +27,7 @@ def check_arm(drafters: dict[str, Drafter], arm: Arm) -> None:
         if arm.kind in SHAPED:
             _check_shape(arm, drafters["eagle3"].max_draft)
     elif arm.kind != "ar":
-        limit = drafters[arm.kind].max_draft
+        limit = LOOKUP_LIMIT if arm.kind == "lookup" else drafters[arm.kind].max_draft
         if not 1 <= arm.size <= limit:
             raise ValueError(f"arm {arm} is out of range: this drafter drafts {arm.kind}:1 to {arm.kind}:{limit}")
 

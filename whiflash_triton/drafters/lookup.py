@@ -6,6 +6,12 @@ moment; prompt lookup of a fixed n-gram length searches the text anew every roun
 
 from __future__ import annotations
 
+import torch
+
+from ..tree import DraftTree, chain
+
+MAX_DRAFT = 64
+TRUST = 2  # a match of n tokens is good for TRUST * n more: after a single token the copy is right one time in four
 RECENT_STATES = 8  # how many of a text's suffixes learn of their newest occurrence at every token
 
 
@@ -72,3 +78,11 @@ class SuffixAutomaton:
             return 0, []
         period = len(self.text) - 1 - end
         return length, [self.text[end + 1 + i % period] for i in range(count)]
+
+
+def copied(automaton: SuffixAutomaton, text: list[int], anchor: torch.Tensor, count: int) -> DraftTree:
+    """anchor int64 [B, 1], the last token of text -> a chain of at most `count` copied tokens after it, none without a match."""
+    automaton.extend(text[len(automaton.text) :])
+    length, tokens = automaton.continuation(count)
+    drafted = torch.tensor([tokens[: TRUST * length]], dtype=torch.int64, device=anchor.device)
+    return chain(torch.cat((anchor, drafted), 1))
