@@ -94,7 +94,7 @@ def test_rounds_that_copy(scratch):
     stream = Stream(Workspace(target, {}, target.new_cache(140, 9, scratch)), static("lookup", 8))
     copies, rounds = run(stream, prompt, 90)
     assert copies[: len(plain)] == plain
-    assert sum(r.accepted for r in rounds) > 5 and {r.drafted for r in rounds} > {0, 8}
+    assert sum(r.accepted for r in rounds) > 5 and len({r.drafted for r in rounds}) > 2
     assert stream.copies.text == copies[: len(stream.copies.text)]
     check_invariants(stream, copies)
 
