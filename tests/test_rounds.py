@@ -136,7 +136,7 @@ def test_random_arms_every_round(family, dtype, tolerance, scratch, seed):
     assert {r.arm.kind for r in rounds} == {"ar", "dflash", "eagle3", "chain", "tree"}
     assert all(r.drafted == r.arm.size for r in rounds)
     assert stream.forwards == len(rounds)
-    assert list(stream.state.history) == [(r.arm, r.drafted, r.accepted) for r in rounds][-64:]
+    assert list(stream.state.history) == [(r.arm, r.drafted, r.accepted) for r in rounds][-256:]
     same_caches(s, stream, committed, tolerance)
 
 

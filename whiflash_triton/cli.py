@@ -68,7 +68,7 @@ def _add_models(p: argparse.ArgumentParser) -> None:
     p.add_argument("--target", default="smollm2-135m", help="hub id, folder or .gguf file (default: %(default)s)")
     p.add_argument("--dflash", default="auto", help="hub id or folder of a DFlash drafter, or none")
     p.add_argument("--eagle3", default="auto", help="hub id or folder of an EAGLE-3 drafter, or none")
-    p.add_argument("--router", default="auto", help="static:<arm>, entropy, or a router checkpoint")
+    p.add_argument("--router", default="auto", help="static:<arm>, entropy, throughput, or a router checkpoint")
     p.add_argument("--router-threshold", type=float, help="nats for entropy, gain in tokens for a router checkpoint")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: what the device is fast in")
     p.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")

@@ -114,6 +114,7 @@ class WhiFlashDecoder:
         with self._lock:
             if self.work.cache is None or self.work.cache.draft_rows < draft_rows:
                 self.work.replace_cache(self.target.new_cache(self.max_cache_len, draft_rows))
+            self.work.rows = None  # building a router may have used the drafters' caches
             self.router = router
 
     def generate(self, prompt, **options) -> Output:

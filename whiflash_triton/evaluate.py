@@ -14,7 +14,7 @@ import torch
 from .arms import Arm, parse_arm
 from .decoder import WhiFlashDecoder
 from .demo import read_prompts, transformers_side
-from .loading import default_lengths
+from .loading import build_router, default_lengths
 from .machine import describe_machine
 from .options import add_sampling, sampling_options
 from .routers.base import RoundState
@@ -107,7 +107,8 @@ def evaluate(
     prompts: (group, ids). expected: the text every router must give; None compares with what the first router gave.
     """
     results = {name: Result(name) for name in routers}
-    made = {name: _random(decoder) if name == "random" else name for name in routers}
+    build = {"random": lambda: _random(decoder)}
+    made = {name: build.get(name, lambda name=name: build_router(name, decoder.drafters, decoder.target))() for name in routers}
     for number, (group, ids) in enumerate(prompts):
         texts = {}
         for name in routers if number % 2 == 0 else routers[::-1]:

@@ -20,6 +20,7 @@ from .routers.base import Router
 from .routers.entropy import EntropyRouter
 from .routers.neural import NeuralRouter
 from .routers.static import StaticRouter
+from .routers.throughput import Costs, ThroughputRouter, measure_costs
 from .target import Target
 from .weights import resolve_folder
 
@@ -29,6 +30,7 @@ ASSETS = Path(__file__).parent / "assets"
 # and eight rows as much as four, which is what trees are for.
 CPU_LENGTHS = {"lookup": 8, "dflash": 3, "eagle3": 2, "ddtree": 8, "eagle3-tree": 8, "mixed": 8}
 CPU_FLOAT32_LENGTHS = {"lookup": 7, "dflash": 2, "eagle3": 2, "ddtree": 7, "eagle3-tree": 7, "mixed": 7}
+MEASURED_ROWS = 640  # cache rows of the cost measurement: contexts up to 512
 CUDA_LENGTHS = {"lookup": 16, "eagle3": 7, "ddtree": 64, "eagle3-tree": 32, "mixed": 64}
 
 
@@ -107,7 +109,8 @@ def default_lengths(drafters: dict[str, Drafter], device: torch.device, dtype: t
 
 
 def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: float | None = None) -> Router:
-    """spec: a Router, "static:<arm>", "entropy", a router checkpoint (hub id, folder, .safetensors), or "auto".
+    """spec: a Router, "static:<arm>", "entropy", "throughput" (measures this device first, for a few seconds) or
+    "throughput:<file>" (a table saved before), a router checkpoint (hub id, folder, .safetensors), or "auto".
 
     threshold belongs to the entropy and neural routers; ValueError where nothing would read it.
     """
@@ -135,13 +138,45 @@ def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: 
                 f"router {text!r} needs a {missing[0]} drafter, and none is loaded: give {missing[0]}=... to from_pretrained"
             )
         return StaticRouter(parse_arm(text.removeprefix("static:"), lengths))
+    if text == "throughput" or text.startswith("throughput:"):
+        if threshold is not None:
+            raise ValueError(unused)
+        arms = throughput_arms(drafters, lengths, target.device)
+        saved = text.removeprefix("throughput").removeprefix(":")
+        rows = min([MEASURED_ROWS, *(d.cache.rows for d in drafters.values())])
+        costs = Costs.load(saved) if saved else measure_costs(target, drafters, arms, rows)
+        return ThroughputRouter(arms, costs)
     if not text or (text != "entropy" and not Path(text).exists() and "/" not in text):
-        raise ValueError(f"unknown router {text!r}: static:<arm>, entropy, or a router checkpoint (hub id, folder or .safetensors)")
+        raise ValueError(
+            f"unknown router {text!r}: static:<arm>, entropy, throughput, or a router checkpoint (hub id, folder or .safetensors)"
+        )
     pair = _pair(text, drafters, lengths)
     if text == "entropy":
         return EntropyRouter(*pair) if threshold is None else EntropyRouter(*pair, threshold=threshold)
     config, tensors = load_router(spec, hidden_size=target.config.hidden_size)
     return NeuralRouter(config, tensors, *pair, device=target.device, threshold=threshold)
+
+
+def throughput_arms(drafters: dict[str, Drafter], lengths: dict[str, int], device: torch.device) -> tuple[Arm, ...]:
+    """What the throughput router chooses among: plain, a copy, chains of several lengths, and small trees."""
+    texts = ["ar", f"lookup:{lengths['lookup']}"]
+    if device.type == "cpu":
+        texts += [
+            "lookup:3",
+            "dflash:1",
+            "dflash:2",
+            "dflash:3",
+            "eagle3:1",
+            "eagle3:2",
+            "eagle3:3",
+            "eagle3-tree:7:4:3",
+            "mixed:7:4:3",
+        ]
+    else:
+        texts += [f"dflash:{lengths.get('dflash', 1)}", "ddtree:64", "eagle3:3", "eagle3:7", "eagle3-tree:32", "mixed:64"]
+    arms = (parse_arm(text) for text in texts)
+    able = [arm for arm in arms if set(arm.needs) <= set(drafters)]
+    return tuple(arm for arm in able if arm.kind not in drafters or arm.size <= drafters[arm.kind].max_draft)
 
 
 def _pair(router: str, drafters: dict[str, Drafter], lengths: dict[str, int]) -> tuple[Arm, Arm]:

@@ -143,6 +143,9 @@ class Stream:
             times[phase], begin = (now - begin) * 1e3, now
 
         self.state.pending = {name: d.pending for name, d in self.drafters.items()}
+        if any(arm.kind == "lookup" for arm in self.router.arms):
+            self.copies.extend(self.tokens[len(self.copies.text) :])
+            self.state.match = self.copies.match()[0]
         arm = self._arm(max_draft)
         self._own()  # a router may have run a generation of its own
         self.work.rows = None

@@ -13,13 +13,17 @@ from ..arms import Arm
 
 @dataclass
 class RoundState:
-    """hidden [H] after the target's final norm at the last accepted row; entropy in nats, float32 scalar tensor, same row."""
+    """hidden [H] after the target's final norm at the last accepted row; entropy in nats, float32 scalar tensor, same row.
+
+    match: tokens at the end of the text that occurred before, 0 unless the router has a lookup arm.
+    """
 
     hidden: torch.Tensor
     entropy: torch.Tensor
     position: int
     pending: dict[str, int]
-    history: deque[tuple[Arm, int, int]] = field(default_factory=lambda: deque(maxlen=64))  # (arm, drafted, accepted)
+    history: deque[tuple[Arm, int, int]] = field(default_factory=lambda: deque(maxlen=256))  # (arm, drafted, accepted)
+    match: int = 0
 
 
 class Router(Protocol):
