@@ -206,19 +206,20 @@ def test_compiles(compiles, entry, arch, dtype, drawing):
     if entry.arch not in (None, arch):
         pytest.skip(f"meant for sm_{entry.arch}")
     log_k, config = entry.key["k"].bit_length() - 1, entry.config
+    label = f"{dtype} drawing" if drawing else dtype
     drawn = {"score_ptr": "*fp64" if dtype == "fp64" else "*fp32", "drawn_ptr": "*i32"}
     keyed = {"seed_ptr": "*i64", "positions_ptr": "*i64"}
     absent = {} if drawing else dict.fromkeys(drawn | keyed)
     pointers = {"logits_ptr": f"*{dtype}", "key_ptr": "*i64", "sums_ptr": "*fp32", "temperature": "fp64"}
     sizes = {"stride_row": "i32:16", "n_vocab": "i32", "n_splits": "i32"} | (drawn | keyed if drawing else {})
     constants = {"LOG_K": log_k, "LOG_BLOCK": config["BLOCK"].bit_length() - 1} | absent
-    compiles(module._partial_kernel, pointers | sizes, constants, arch, dtype=dtype, num_warps=config["num_warps"])
+    compiles(module._partial_kernel, pointers | sizes, constants, arch, dtype=label, num_warps=config["num_warps"])
     if dtype in ("fp32", "fp64"):  # the merge reads fp32 and int64 whatever the logits are, and fp64 scores of fp64 logits
         pointers = {"key_ptr": "*i64", "sums_ptr": "*fp32", "token_ptr": "*i64", "logsumexp_ptr": "*fp32"}
         pointers |= {"entropy_ptr": "*fp32", "topk_logit_ptr": "*fp32", "topk_token_ptr": "*i64"}
         constants = {"LOG_K": log_k, "LOG_SPLITS": module.MAX_SPLITS.bit_length() - 1} | ({} if drawing else dict.fromkeys(drawn))
         sizes = {"n_splits": "i32", "top_k": "i32"} | (drawn if drawing else {})
-        compiles(module._merge_kernel, pointers | sizes, constants, arch, dtype=dtype, num_warps=config["MERGE_WARPS"])
+        compiles(module._merge_kernel, pointers | sizes, constants, arch, dtype=label, num_warps=config["MERGE_WARPS"])
 
 
 @pytest.mark.gpu

@@ -51,7 +51,7 @@ def check_odd_draws(fn, dtype: torch.dtype, device: str = "cpu") -> None:
     x[8:, 190:] = 0.0
     seed = torch.tensor([3], device=device)
     for temperature in (0.5, 1.0, 30.0):
-        token = fn(x.to(device), 2, seed, torch.full((10,), 9, device=device), temperature).token.tolist()
+        token = fn(x.to(device), 0, seed, torch.full((10,), 9, device=device), temperature).token.tolist()
         overflow = dtype != torch.float16 and temperature < 1
         assert token[:6] == [-1, -1, -1, 64, 130, 77]
         assert (token[6] == -1) == overflow and token[7] == (-1 if overflow else 299)
@@ -138,7 +138,7 @@ def test_ordered_topk_of_odd_rows():
 def test_kernel_draws(width, temperature, dtype, block, monkeypatch):
     set_block(monkeypatch, block)
     kinds = ["normal", "masked", "ties"] if width > 64 else KINDS
-    check_draws(block_sampling, make(width, kinds, dtype), min(width, 2), width, temperature, first=width)
+    check_draws(block_sampling, make(width, kinds, dtype), 2 if width == 63 else 1, width, temperature, first=width)
 
 
 @pytest.mark.interpreter
