@@ -12,7 +12,7 @@ import torch
 
 from tests.tiny_folder import save_folders
 from whiflash_triton import WhiFlashDecoder, demo, demo_report
-from whiflash_triton.arms import Arm
+from whiflash_triton.arms import KINDS, Arm
 from whiflash_triton.cli import main
 from whiflash_triton.stats import Round
 
@@ -155,6 +155,20 @@ def test_demo_fails_where_a_text_differs(tiny, capsys, monkeypatch):
 def run_of(tokens: list[int], seconds: float, *rounds: tuple[str, int, int, int]) -> demo.Run:
     return demo.Run(tokens, seconds, [Round(Arm(kind, size), drafted=size, accepted=a, committed=c, caught_up=0, ms={})
                                       for kind, size, a, c in rounds])  # fmt: skip
+
+
+def test_levels_of_trees_are_counted_as_far_as_they_were_accepted():
+    rounds = run_of([], 1.0, ("ddtree", 7, 2, 3), ("ddtree", 7, 0, 1), ("dflash", 3, 1, 2)).rounds
+    assert demo_report.slot_acceptance(rounds) == pytest.approx([2 / 3, 1 / 3, 0])
+    assert set(demo.COLOURS) == set(KINDS)
+
+
+def test_demo_under_the_throughput_router(tiny, capsys):
+    """Every kind of arm may run, coloured or not; texts stay identical."""
+    options = [*tiny.options[:6], "--router", "throughput", "--max-new-tokens", "12", "--max-cache-len", "256", "--no-transformers"]
+    assert main(["demo", *options, "--dtype", "float32", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["differences"] == [] and "throughput" in report["rows"][-1]["side"]
 
 
 def test_report_numbers():

@@ -35,7 +35,10 @@ PROMPTS = [
     ("translate", "Translate to French: The weather is nice today, and we are going to the beach with our friends."),
     ("question", "Why is the sky blue?"),
 ]
-COLOURS = {"ar": "", "dflash": "\033[32m", "eagle3": "\033[35m"}
+COLOURS = {
+    "ar": "", "dflash": "\033[32m", "ddtree": "\033[92m", "eagle3": "\033[35m", "eagle3-tree": "\033[95m",
+    "mixed": "\033[36m", "lookup": "\033[33m",
+}  # fmt: skip
 RESET = "\033[0m"
 
 
@@ -168,8 +171,8 @@ class Show:
     def legend(self, arms: tuple[Arm, ...]) -> None:
         if self.colour and not self.quiet:
             self.line("")
-            names = [f"{COLOURS[arm.kind]}drafted by {arm}{RESET}" for arm in arms if arm.kind != "ar"]
-            print(", ".join([*names, "the target's own token"]))
+            kinds = dict.fromkeys(arm.kind for arm in arms if arm.kind != "ar")
+            print(", ".join([*(f"{COLOURS[kind]}drafted by {kind}{RESET}" for kind in kinds), "the target's own token"]))
 
     def heading(self, kind: str, text: str) -> None:
         self.ids, self.shown = [], ""

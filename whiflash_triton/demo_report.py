@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import zip_longest
 from statistics import median
 
+TREES = ("ddtree", "eagle3-tree", "mixed")
 EXACT = ("float32", "float64")  # dtypes in which identical texts are promised
 PLAIN, BASELINE = "ar", "transformers"
 
@@ -57,10 +58,13 @@ def ratio(side: list, base: list) -> dict[str, float]:
 
 def slot_acceptance(rounds: list) -> list[float]:
     """Share of the rounds that drafted slot j (1, 2, ...) in which it, and all before it, were accepted."""
-    longest = max((r.drafted for r in rounds), default=0)
+    reached = {}  # a tree's nodes are no slots: its levels are counted, as far down as it was ever accepted
+    for r in rounds:
+        reached[r.arm] = max(reached.get(r.arm, 0), r.accepted)
+    levels = [min(r.drafted, reached[r.arm]) if r.arm.kind in TREES else r.drafted for r in rounds]
     shares = []
-    for slot in range(1, longest + 1):
-        drafted = [r for r in rounds if r.drafted >= slot]
+    for slot in range(1, max(levels, default=0) + 1):
+        drafted = [r for r, level in zip(rounds, levels, strict=True) if level >= slot]
         shares.append(sum(r.accepted >= slot for r in drafted) / len(drafted))
     return shares
 
