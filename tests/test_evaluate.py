@@ -45,6 +45,18 @@ def test_totals_groups_and_equality_with_transformers(tiny, prompts, capsys):
     assert report["results"][0]["tau"] == 1.0 and report["results"][0]["rounds"] == {"ar": 44}
 
 
+def test_a_replay_counts_the_rounds_that_decoding_takes(tiny, prompts, capsys):
+    arms = "ar,lookup:4,dflash:3,ddtree:9,eagle3:2,eagle3-tree:6:3:2,mixed:9:3:3"
+    runs = [bench(tiny, prompts, capsys, "--arms", arms, "--routers", "none", *more) for more in ([], ["--replay"])]
+    for decoded, replayed in zip(*(report["results"] for _, report in runs), strict=True):
+        assert replayed["router"].removeprefix("replay:") == decoded["router"].removeprefix("static:")
+        assert (replayed["tokens"], replayed["forwards"], replayed["tau"]) == tuple(
+            decoded[k] for k in ("tokens", "forwards", "tau")
+        )
+        assert replayed["tokens_per_second"] is None
+        assert {g: t["forwards"] for g, t in replayed["groups"].items()} == {g: t["forwards"] for g, t in decoded["groups"].items()}
+
+
 def test_sampled_texts_are_the_same_under_every_router(tiny, prompts, capsys):
     code, report = bench(tiny, prompts, capsys, "--arms", "ar,dflash:3,eagle3:2", "--routers", "none", "--temperature", "0.8")
     assert code == 0 and report["options"]["seed"] == 0 and report["options"]["do_sample"] is True
@@ -72,6 +84,7 @@ def test_a_text_that_differs_is_told(tiny, prompts, capsys, monkeypatch):
         (["--arms", "", "--routers", "none"], "nothing to run"),
         (["--temperature", "0.5", "--peer"], "--peer"),
         (["--skip", "9"], "no prompt is left"),
+        (["--replay", "--routers", "entropy"], "--replay"),
         (["--arms", "dflash:99"], "out of range"),
     ],
 )

@@ -17,6 +17,7 @@ from .demo import read_prompts, transformers_side
 from .loading import build_router, default_lengths
 from .machine import describe_machine
 from .options import add_sampling, sampling_options
+from .replay import replay
 from .routers.base import RoundState
 from .stats import Output, Stats
 from .training.data import encode_chat
@@ -54,7 +55,7 @@ class Tally:
     def row(self) -> dict:
         return {
             "tau": round(self.drafted_tokens / self.forwards, 4) if self.forwards else 1.0,
-            "tokens_per_second": round(self.tokens / self.seconds, 2),
+            "tokens_per_second": round(self.tokens / self.seconds, 2) if self.seconds else None,  # None: replayed
             "tokens": self.tokens,
             "forwards": self.forwards,
         }
@@ -123,6 +124,22 @@ def evaluate(
     return list(results.values())
 
 
+def replayed(
+    decoder: WhiFlashDecoder, prompts: list[tuple[str, list[int]]], arms: list[Arm], options: dict, progress
+) -> list[Result]:
+    """Forwards of every arm along the plain target's text; no seconds."""
+    results = {str(arm): Result(f"replay:{arm}") for arm in arms}
+    decoder.use_router("static:ar")
+    for group, ids in prompts:
+        text = decoder.generate(ids, reuse_prefix=False, **options).sequences[0].tolist()
+        for name, forwards in replay(decoder, text, len(ids), arms, progress).items():
+            result, new = results[name], len(text) - len(ids)
+            for tally in (result.total, result.groups.setdefault(group, Tally())):
+                tally.tokens, tally.drafted_tokens = tally.tokens + new, tally.drafted_tokens + new - 1
+                tally.forwards += forwards
+    return list(results.values())
+
+
 def _random(decoder: WhiFlashDecoder) -> RandomRouter:
     lengths = [1, 2, 3, 5, 7]
     arms = [Arm("ar")] + [Arm(kind, n) for kind, d in decoder.drafters.items() for n in lengths if n <= d.max_draft]
@@ -168,6 +185,9 @@ def add_bench_parser(subparsers) -> None:
     p.add_argument("--device")
     p.add_argument("--threads", type=int)
     add_sampling(p)
+    p.add_argument(
+        "--replay", action="store_true", help="decode plainly, then only draft along that text: tau of the arms, no speed"
+    )
     p.add_argument("--peer", action="store_true", help="run transformers generate too: its speed, and token for token equality")
     p.add_argument("--json", action="store_true")
     p.set_defaults(run=run_bench)
@@ -195,7 +215,10 @@ def run_bench(args) -> int:
         if args.peer:
             raise ValueError("--peer: transformers samples other texts; compare with it greedily")
         options.setdefault("seed", 0)
-    evaluate(decoder, prompts[:1], routers, options | {"max_new_tokens": 8}, None, lambda: None)  # warm-up
+    if args.replay and (args.peer or options.get("do_sample") or any(not r.startswith("static:") for r in routers)):
+        raise ValueError("--replay: it takes arms alone, greedily and without peers; give --routers none")
+    if not args.replay:
+        evaluate(decoder, prompts[:1], routers, options | {"max_new_tokens": 8}, None, lambda: None)  # warm-up
     expected, peer_seconds = None, None
     with tqdm(total=len(prompts) * (len(routers) + args.peer), unit="text", file=sys.stderr) as bar:
         if args.peer:
@@ -206,7 +229,10 @@ def run_bench(args) -> int:
                 runs.append(peer(ids, args.max_new_tokens))
                 bar.update()
             expected, peer_seconds = [run.tokens for run in runs], sum(run.seconds for run in runs)
-        results = evaluate(decoder, prompts, routers, options, expected, bar.update)
+        if args.replay:
+            results = replayed(decoder, prompts, [parse_arm(arm) for arm in args.arms.split(",")], options, bar.update)
+        else:
+            results = evaluate(decoder, prompts, routers, options, expected, bar.update)
     target = decoder.target
     peer_tokens = sum(map(len, expected)) if expected else 0
     report = {
@@ -234,7 +260,7 @@ def _table(report: dict) -> str:
     if peer:
         lines.append(f"{'transformers':<{width}}{'':>7}{peer:>9.2f}{peer / plain if plain else float('nan'):>9.2f}{1:>7.2f}")
     for r in results:
-        speed = r["tokens_per_second"]
+        speed = r["tokens_per_second"] or float("nan")
         lines.append(
             f"{r['router']:<{width}}{r['tau']:>7.3f}{speed:>9.2f}{speed / plain if plain else float('nan'):>9.2f}"
             f"{speed / peer if peer else float('nan'):>7.2f}{len(r['different']):>11}{len(r['ties']):>6}"
@@ -243,7 +269,8 @@ def _table(report: dict) -> str:
     if len(groups) > 1:
         lines += ["", f"{'tau (tok/s)':<{width}}" + "".join(f"{group:>16}" for group in groups)]
         for r in results:
-            cells = (f"{r['groups'][g]['tau']:.2f} ({r['groups'][g]['tokens_per_second']:.1f})" for g in groups)
+            tallies = [r["groups"][group] for group in groups]
+            cells = (f"{t['tau']:.2f} ({t['tokens_per_second'] or float('nan'):.1f})" for t in tallies)
             lines.append(f"{r['router']:<{width}}" + "".join(f"{cell:>16}" for cell in cells))
     lines += [f"  {r['router']}: {text}" for r in results for text in r["different"] + r["ties"]]
     return "\n".join(lines)

@@ -221,9 +221,13 @@ def run_train(args) -> int:
     recipe = replace(recipe, anchors=args.anchors) if kind == "dflash" else replace(recipe, unroll=args.unroll)
     size = config.block_size - 1 if kind == "dflash" else 5
 
+    history = args.init / "training.json" if args.init is not None else None
+    earlier = json.loads(history.read_text()) if history is not None and history.exists() else {}
+
     def export(params: Params, progress: dict) -> None:
         save_drafter(kind, args.out / "drafter", config, params, ids, dtype=torch.float32)
-        (args.out / "drafter" / "training.json").write_text(json.dumps(progress | {"seed": args.seed}) + "\n")
+        total = {name: value + earlier.get(name, 0) for name, value in progress.items()}
+        (args.out / "drafter" / "training.json").write_text(json.dumps(total | {"seed": args.seed}) + "\n")
 
     def evaluate(params: Params) -> float:
         return held_out_tau(kind, target, config, params, ids, args.features, end, size, args.eval_prompts, 64)
