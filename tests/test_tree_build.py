@@ -237,7 +237,12 @@ def test_kernel_large(kind, budget):
     inputs = make(kind, 15, budget)
     for got, wanted in zip(tree_build(*inputs, budget), tree_build_torch(*inputs, budget), strict=True):
         assert got.equal(wanted)
-    check_words(ancestor_words, budget + 1)
+
+
+@pytest.mark.interpreter
+@pytest.mark.slow
+def test_kernel_words_of_a_long_chain():
+    check_words(ancestor_words, 257)
 
 
 @pytest.mark.compile
