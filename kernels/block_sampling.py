@@ -307,23 +307,18 @@ def _sample_torch(tiles: Tensor, tops: Tensor, seed: Tensor, positions: Tensor, 
     # An entry that far below the peak loses even with the highest noise against the lowest; 1e-6 covers all roundings.
     floor = peak - ((HIGHEST_NOISE - LOWEST_NOISE + 0.5) * temperature + peak.abs() * 1e-6)
     floor = floor.nan_to_num(nan=math.inf, posinf=math.inf, neginf=torch.finfo(tops.dtype).min)
-    able = (tops >= floor[:, None]).view(-1).nonzero().view(-1)
-
-    def scores(flat: Tensor) -> Tensor:
-        """[n, TILE] of the tiles numbered int64 [n] over all rows."""
-        row, tile = flat // n_tiles, flat % n_tiles
-        tokens = (tile * TILE).int()[:, None] + within
-        noise = keyed_noise_torch(seed, positions.index_select(0, row), tokens, tops.dtype)
-        return noise.add_(tiles.index_select(0, flat).div_(temperature))
-
+    able = (tops >= floor[:, None]).view(-1).nonzero().view(-1)  # numbers of tiles, counted over all rows
     within = torch.arange(TILE, dtype=torch.int32, device=tops.device)
     tiles = tiles.reshape(-1, TILE)
-    best = tops.new_full((rows * n_tiles,), -math.inf)
+    best, token = tops.new_full((rows * n_tiles,), -math.inf), able.new_zeros(rows * n_tiles)
     for part in able.split(1024):  # few enough for the CPU's cache
-        best[part] = scores(part).amax(-1)
+        row, first = part // n_tiles, part % n_tiles * TILE
+        score = keyed_noise_torch(seed, positions.index_select(0, row), first.int()[:, None] + within, tops.dtype)
+        best[part], at = score.add_(tiles.index_select(0, part).div_(temperature)).max(-1)  # [TILE] -> first of the best
+        token[part] = first + at
     best, tile = best.view(rows, n_tiles).max(-1)  # of the row's winning tiles the first
-    within_tile = scores(tile + n_tiles * torch.arange(rows, device=tops.device)).max(-1).indices
-    return (tile * TILE + within_tile).masked_fill(~(best > -math.inf) | peak.isnan(), -1)
+    token = token.view(rows, n_tiles).gather(1, tile[:, None])[:, 0]
+    return token.masked_fill(~(best > -math.inf) | peak.isnan(), -1)
 
 
 def ordered_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
