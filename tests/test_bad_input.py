@@ -64,19 +64,18 @@ def test_text_needs_a_tokenizer(parts):
 
 
 UNSUPPORTED = {
-    "do_sample": True,
     "num_beams": 4,
     "num_return_sequences": 2,
-    "temperature": 0.7,
+    "temperature": 0.7,  # without do_sample
     "top_p": 0.9,
     "top_k": 5,
-    "stop_strings": ["x"],
-    "logits_processor": [],
-    "stopping_criteria": [],
-    "repetition_penalty": 1.3,
-    "no_repeat_ngram_size": 2,
-    "bad_words_ids": [[1]],
-    "min_new_tokens": 3,
+    "min_p": 0.1,
+    "typical_p": 0.5,
+    "guidance_scale": 1.5,
+    "penalty_alpha": 0.6,
+    "sequence_bias": {(1,): 2.0},
+    "max_time": 3.0,
+    "output_logits": True,
     "assistant_model": "x",
     "use_cache": False,
     "attention_mask": torch.ones(1, 1),
