@@ -18,7 +18,7 @@ from whiflash_triton.routers.static import StaticRouter
 from whiflash_triton.target import Target
 from whiflash_triton.weights import load_target
 
-ARMS = [parse_arm(text) for text in ("dflash:4", "eagle3:3", "ddtree:12", "eagle3-tree:12:4:3", "mixed:12:4:3")]
+ARMS = [parse_arm(text) for text in ("dflash:4", "eagle3:3", "ddtree:12", "eagle3-tree:12:4:3", "mixed:12:4:3", "lookup:5")]
 COMMON = 8  # of the vocabulary, what target and drafters mostly write
 MINIMAL = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.oracle import OracleDrafter
 from tests.rebuild import check_rows
 from tests.small import MINIMAL, make, small
-from whiflash_triton import scheduler
 from whiflash_triton.arms import Arm, parse_arm
 from whiflash_triton.routers.static import StaticRouter
 from whiflash_triton.scheduler import Stream, Workspace
@@ -23,7 +22,7 @@ from whiflash_triton.tree import DraftTree, chain, from_parents
 
 V, ROWS, NODES = 20, 56, 130
 TARGETS = {"qwen3": {}, "mistral": {"num_hidden_layers": 2, "sliding_window": 7}}
-REAL = [parse_arm(text) for text in ("ar", "dflash:4", "eagle3:3", "ddtree:7", "eagle3-tree:7:3:2", "mixed:7:3:2")]
+REAL = [parse_arm(text) for text in ("ar", "dflash:4", "eagle3:3", "ddtree:7", "eagle3-tree:7:3:2", "mixed:7:3:2", "lookup:4")]
 WILD = [Arm("wild", size) for size in (1, 3, 8, 20, 40)]
 STEPS = ["round"] * 6 + ["wide round", "start", "go on", "go on", "fail", "check"]
 
@@ -213,18 +212,13 @@ def stage_of(family: str, scratch: bool) -> SimpleNamespace:
 @pytest.mark.parametrize("family", TARGETS)
 def test_caches_hold_what_a_fresh_pass_would(family, scratch, monkeypatch):
     """500 plays each; a fixed set, so that a failure is a failure on every machine."""
-    stage, met, draft = stage_of(family, scratch), Counter(), scheduler.draft
+    stage, met, draft = stage_of(family, scratch), Counter(), Stream._draft
 
     def drafted(*args):
         stage.target.tree = draft(*args)
         return stage.target.tree
 
-    def rooted(tokens):
-        stage.target.tree = chain(tokens)
-        return stage.target.tree
-
-    monkeypatch.setattr(scheduler, "draft", drafted)
-    monkeypatch.setattr(scheduler, "chain", rooted)  # what a round without a draft verifies
+    monkeypatch.setattr(Stream, "_draft", drafted)
 
     @settings(max_examples=500, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(

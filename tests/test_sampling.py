@@ -24,7 +24,7 @@ from whiflash_triton.arms import Arm
 from whiflash_triton.routers.static import StaticRouter
 from whiflash_triton.sampling import TOP_P_CANDIDATES, Sampling, choose, penalised, warped
 
-V, ROWS, NEW = 24, 40, 10
+V, ROWS, NEW = 24, 40, 8
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 5}, "qwen2": {"seed": 1}, "qwen3": {"seed": 2}}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 INF, NAN = float("inf"), float("nan")
@@ -47,7 +47,7 @@ def test_every_arm_draws_the_same_tokens(family, temperature):
         prompt = prompt_ids(4 + seed % 3, seed, V)
         options = dict(do_sample=True, temperature=temperature, top_p=0.95, seed=seed)
         decoder.use_router(StaticRouter(Arm("ar")))
-        expected = decoder.generate(prompt, max_new_tokens=NEW + 10, **options).sequences[0].tolist()
+        expected = decoder.generate(prompt, max_new_tokens=NEW + 6, **options).sequences[0].tolist()
         for oracle in oracles.values():
             oracle.text = expected
         for router in (*map(StaticRouter, ARMS), switch):
@@ -55,8 +55,8 @@ def test_every_arm_draws_the_same_tokens(family, temperature):
             out = decoder.generate(prompt, max_new_tokens=NEW, **options)
             assert out.sequences[0].tolist() == expected[: len(prompt) + NEW], (seed, router.arms)
             accepted.update(arm.kind if router is not switch else "switch" for arm in out.arms if arm.kind != "ar")
-    assert min(accepted[kind] for kind in ("ddtree", "eagle3-tree", "mixed", "switch")) >= 20, accepted
-    assert min(accepted[kind] for kind in ("dflash", "eagle3")) >= 5, accepted
+    assert min(accepted[kind] for kind in ("ddtree", "eagle3-tree", "mixed", "switch")) >= 15, accepted
+    assert min(accepted[kind] for kind in ("dflash", "eagle3", "lookup")) >= 2, accepted
 
 
 def test_a_text_that_is_sampled_is_not_the_greedy_one():
@@ -209,11 +209,11 @@ def test_no_long_row_depends_on_the_rows_beside_it(threads):
     torch.set_num_threads(threads)
     try:
         for scale in (0.1, 3.0):
-            x = torch.randn(5, 70_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * scale
-            s = Sampling(0.8, top_k=60_000, top_p=0.9, min_p=1e-6, seed=9)
+            x = torch.randn(4, 40_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * scale
+            s = Sampling(0.8, top_k=35_000, top_p=0.9, min_p=1e-6, seed=9)
             together = warped(x, s)
-            tokens = choose(together, s, torch.arange(5))
-            for i in range(5):
+            tokens = choose(together, s, torch.arange(4))
+            for i in range(4):
                 alone = warped(x[i : i + 1], s)
                 assert torch.equal(alone[0], together[i])
                 assert choose(alone, s, torch.arange(i, i + 1))[0] == tokens[i]

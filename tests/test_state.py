@@ -17,7 +17,7 @@ from whiflash_triton.decoder import WhiFlashDecoder
 from whiflash_triton.routers.static import StaticRouter
 
 ROWS, PROMPT = 120, prompt_ids(7)
-ARMS = [parse_arm(text) for text in ("ar", "dflash:3", "eagle3:3", "ddtree:8", "eagle3-tree:8:3:3", "mixed:8")] + 3 * [
+ARMS = [parse_arm(text) for text in ("ar", "dflash:3", "eagle3:3", "ddtree:8", "eagle3-tree:8:3:3", "mixed:8", "lookup:4")] + 3 * [
     Arm("oracle", 5)
 ]
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "seed": 7}
@@ -83,7 +83,7 @@ def test_a_conversation_computes_only_what_is_new(options, scratch, pending_limi
         if turn != 2:  # once without having caught up
             check_rows(talk.work, remade, text[:-1], text[-1])
         prompt, expected = text + prompt_ids(1 + turn, turn), len(text) - 2
-    assert accepted > 20 and expected == 7 + 5 * 11 + (1 + 2 + 3 + 4) - 2
+    assert accepted > 12 and expected == 7 + 5 * 11 + (1 + 2 + 3 + 4) - 2
 
 
 def test_only_new_rows_reach_the_target():
@@ -160,16 +160,16 @@ def test_after_a_stop_inside_an_accepted_block(options, scratch, branching):
     new = whole[len(PROMPT) :]
     fresh = [i for i in range(1, 13) if new[i] not in new[:i]]
     ends = [next(i for i in fresh if i % 6 == slot) for slot in (1, 3, 5, 0)]  # rounds commit 6: accepted slots, and the bonus
-    talk, blocks = talker(scratch=scratch, rights=itertools.repeat(5), branching=branching), RandomRouter([Arm("oracle", 5)])
+    talk = talker(scratch=scratch, rights=itertools.repeat(5), branching=branching)
     for i, end in enumerate(ends):
-        talk.decoder.use_router(blocks)
+        talk.decoder.router.arms = (Arm("oracle", 5),)
         out = talk.say(PROMPT, 20, eos_token_id=new[end], reuse_prefix=False, **options)
         assert out.finish == "stop" and out.stats.new_tokens == end + 1
         held = whole[: len(PROMPT) + 6 * ((end - 1) // 6) + 6]  # the rows of whole rounds, without the bonus
         assert talk.work.rows == held
         same = len(PROMPT) + end + 1 + (i + branching) % 3
         prompt = whole[:same] + [(whole[same] + 1) % 211, 9]
-        talk.decoder.use_router(RandomRouter(ARMS, i))
+        talk.decoder.router.arms = ARMS
         again = talk.say(prompt, 8, **options)
         assert again.stats.reused_tokens == min(len(held), same) - 1
         check_rows(talk.work, remade, text_of(again)[:-1], text_of(again)[-1])
@@ -200,13 +200,16 @@ def test_only_the_last_text_is_kept():
     assert talk.say(prompt, 4).stats.reused_tokens == len(prompt) - 3
 
 
-def test_another_cache_starts_empty():
+def test_another_router_starts_with_empty_caches():
+    """Choosing it may have run the drafters; a tree of more rows than before even brings another cache."""
     talk = talker([Arm("dflash", 3), Arm("eagle3-tree", 8, 3, 3)])
     text = text_of(talk.say(PROMPT, 8))
-    talk.decoder.use_router(static("ddtree", 40))
-    out = talk.say(text + [3], 8)
-    assert out.stats.reused_tokens == 0 and {r.arm.kind for r in out.rounds} == {"ddtree", "ar"}
-    check_rows(talk.work, remade, text_of(out)[:-1], text_of(out)[-1])
+    for kind, size in (("eagle3", 2), ("ddtree", 40)):
+        talk.decoder.use_router(static(kind, size))
+        out = talk.say(text + [3], 8)
+        assert out.stats.reused_tokens == 0 and {r.arm.kind for r in out.rounds} == {kind, "ar"}
+        check_rows(talk.work, remade, text_of(out)[:-1], text_of(out)[-1])
+        text = text_of(out)
 
 
 class Broken(Exception):
