@@ -269,3 +269,10 @@ def test_noise_belongs_to_positions_not_to_calls(decoder):
     for cut in (4, 9):
         rest = decoder.generate(whole[:cut], max_new_tokens=19 - cut, do_sample=True, seed=8)
         assert rest.sequences[0].tolist() == whole
+
+
+def test_a_pass_on_the_host_draws_from_the_same_noise(decoder):
+    """A processor that changes nothing changes no token; nor do a penalty's two ways of being computed differ."""
+    for options in ({}, {"repetition_penalty": 1.4, "top_p": 0.9}):
+        hosted = draw(decoder, seed=6, logits_processor=[lambda ids, scores: scores], **options)
+        assert hosted == draw(decoder, seed=6, **options)
