@@ -22,6 +22,7 @@ from tests.oracle import (
     run,
     static,
 )
+from tests.rebuild import close
 from whiflash_triton.arms import Arm
 from whiflash_triton.decoder import WhiFlashDecoder
 from whiflash_triton.scheduler import Stream, Workspace
@@ -104,14 +105,6 @@ def same_caches(s: SimpleNamespace, stream: Stream, committed: list[int], tolera
             first = 1 if kind == "eagle3" else 0
             assert drafter.tokens == rebuilt.tokens == committed[first : len(committed) - 1 + first]
             close(drafter.cache, rebuilt.cache, len(committed) - 1, tolerance)
-
-
-def close(cache, fresh, length: int, tolerance: float) -> None:
-    """Rows of equal value, by the largest of each row."""
-    assert cache.length == fresh.length == length == int(cache.lengths)
-    got, want = (c.kv[..., :length, :] for c in (cache, fresh))
-    error = (got - want).abs().amax(-1) / want.abs().amax(-1)
-    assert error.max() <= tolerance
 
 
 @MODES

@@ -152,6 +152,9 @@ def test_train_command_end_to_end(text, tmp_path):
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert log[-1]["tau"] >= 1.0
     assert json.loads((run / "drafter" / "training.json").read_text())["step"] == 3
+    more = ["train", "dflash", *common, "--out", str(tmp_path / "more"), "--steps", "1", "--pack-tokens", "256"]
+    assert main([*more, "--eval-prompts", "1", "--init", str(run / "drafter")]) == 0
+    assert json.loads((tmp_path / "more" / "drafter" / "training.json").read_text())["step"] == 4  # it adds up over runs
     for flags, folder in ((["--dtype", "float32"], "plain"), (["--int8"], "small")):
         assert (
             main(

@@ -18,7 +18,7 @@ from .loading import build_router, default_lengths
 from .machine import describe_machine
 from .options import add_sampling, sampling_options
 from .replay import replay
-from .routers.base import RoundState
+from .routers.base import RoundState, Router
 from .stats import Output, Stats
 from .training.data import encode_chat
 
@@ -98,7 +98,7 @@ def top_two_gap(decoder: WhiFlashDecoder, ids: list[int]) -> float:
 def evaluate(
     decoder: WhiFlashDecoder,
     prompts: list[tuple[str, list[int]]],
-    routers: list[str],
+    routers: dict[str, Router],
     options: dict,
     expected: list[list[int]] | None,
     progress,
@@ -108,19 +108,17 @@ def evaluate(
     prompts: (group, ids). expected: the text every router must give; None compares with what the first router gave.
     """
     results = {name: Result(name) for name in routers}
-    build = {"random": lambda: _random(decoder)}
-    made = {name: build.get(name, lambda name=name: build_router(name, decoder.drafters, decoder.target))() for name in routers}
     for number, (group, ids) in enumerate(prompts):
         texts = {}
-        for name in routers if number % 2 == 0 else routers[::-1]:
-            decoder.use_router(made[name])
+        for name in routers if number % 2 == 0 else reversed(routers):
+            decoder.use_router(routers[name])
             out = decoder.generate(ids, reuse_prefix=False, **options)
             results[name].add(group, out)
             texts[name] = out.sequences[0, len(ids) :].tolist()
             progress()
-        right = texts[routers[0]] if expected is None else expected[number]
+        right = texts[next(iter(routers))] if expected is None else expected[number]
         for name, got in texts.items():
-            _compare(decoder, results[name], number, ids, got, right, "seed" in options)
+            _compare(decoder, results[name], number, ids, got, right, "do_sample" in options)
     return list(results.values())
 
 
@@ -217,8 +215,9 @@ def run_bench(args) -> int:
         options.setdefault("seed", 0)
     if args.replay and (args.peer or options.get("do_sample") or any(not r.startswith("static:") for r in routers)):
         raise ValueError("--replay: it takes arms alone, greedily and without peers; give --routers none")
+    made = {r: _random(decoder) if r == "random" else build_router(r, decoder.drafters, decoder.target) for r in routers}
     if not args.replay:
-        evaluate(decoder, prompts[:1], routers, options | {"max_new_tokens": 8}, None, lambda: None)  # warm-up
+        evaluate(decoder, prompts[:1], made, options | {"max_new_tokens": 8}, None, lambda: None)  # warm-up
     expected, peer_seconds = None, None
     with tqdm(total=len(prompts) * (len(routers) + args.peer), unit="text", file=sys.stderr) as bar:
         if args.peer:
@@ -230,9 +229,9 @@ def run_bench(args) -> int:
                 bar.update()
             expected, peer_seconds = [run.tokens for run in runs], sum(run.seconds for run in runs)
         if args.replay:
-            results = replayed(decoder, prompts, [parse_arm(arm) for arm in args.arms.split(",")], options, bar.update)
+            results = replayed(decoder, prompts, [router.arms[0] for router in made.values()], options, bar.update)
         else:
-            results = evaluate(decoder, prompts, routers, options, expected, bar.update)
+            results = evaluate(decoder, prompts, made, options, expected, bar.update)
     target = decoder.target
     peer_tokens = sum(map(len, expected)) if expected else 0
     report = {

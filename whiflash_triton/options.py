@@ -68,9 +68,9 @@ def parse_options(
     given = {name: value for name, value in options.items() if value is not None}  # None is transformers' "not given"
     config = given.pop("generation_config", None)
     told = given if config is None else config_options(config) | given
-    for name in ("return_dict_in_generate", "use_cache", "pad_token_id"):
-        if told.pop(name, True) is False and name == "use_cache":
-            raise ValueError("use_cache: only True is supported")
+    if told.get("use_cache") is False:
+        raise ValueError("use_cache: only True is supported")
+    told = {name: value for name, value in told.items() if name not in _INERT}
     for name, value in _ONLY.items():
         if told.pop(name, value) != value:
             raise ValueError(f"{name}: only {value} is supported")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from . import ops
 from .arms import Arm
 from .decoder import WhiFlashDecoder
 from .drafters.draft import check_arm, draft
@@ -37,9 +38,9 @@ def replay(decoder: WhiFlashDecoder, text: list[int], prompt: int, arms: list[Ar
                 decoder.drafters[name].ingest(features[rows][:, :, known:at], ids[:, known:at])
             known, anchor, room = at, ids[:, at : at + 1], len(text) - at - 2
             if room >= 1 and arm.kind == "lookup":
-                at += _accepted(copied(copies, text[: at + 1], anchor, min(arm.size, room)), text[at + 1 :])
+                at += _accepted(copied(copies, text[: at + 1], anchor, min(arm.size, room)), ids[0, at + 1 :])
             elif room >= 1 and arm.kind != "ar":
-                at += _accepted(draft(decoder.drafters, anchor, arm, room), text[at + 1 :])
+                at += _accepted(draft(decoder.drafters, anchor, arm, room), ids[0, at + 1 :])
             at, rounds = at + 1, rounds + 1
         forwards[str(arm)] = rounds
         progress()
@@ -47,11 +48,7 @@ def replay(decoder: WhiFlashDecoder, text: list[int], prompt: int, arms: list[Ar
     return forwards
 
 
-def _accepted(tree: DraftTree, following: list[int]) -> int:
-    """Length of the path of the tree that the text follows."""
-    node, length, tokens, parents = 0, 0, tree.tokens[0].tolist(), tree.parents.tolist()
-    while True:
-        node = next((j for j in range(node + 1, len(tokens)) if parents[j] == node and tokens[j] == following[length]), None)
-        if node is None:
-            return length
-        length += 1
+def _accepted(tree: DraftTree, following: torch.Tensor) -> int:
+    """Drafted tokens that the text takes, following int64 [more than the tree is deep]: at every depth it chose the token there."""
+    choices = following[tree.depths.long()]
+    return int(ops.tree_walk(tree.tokens, tree.parents.view(1, -1), choices.view(1, -1))[1]) - 1

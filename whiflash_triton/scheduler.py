@@ -75,7 +75,7 @@ class Workspace:
         same = next((i for i, (a, b) in enumerate(zip(self.rows or (), tokens, strict=False)) if a != b), None)
         same = min(len(self.rows or ()), len(tokens)) if same is None else same
         # EAGLE-3's row i embeds token i + 1, so the last row in common is computed anew, and everyone's with it.
-        keep = same - 1 if same > max(more_than, 0) else 0
+        keep = same - 1 if same > more_than else 0
         self.owner, self.rows = owner, None
         self.cache.set_length(keep)
         for drafter in self.drafters.values():
@@ -127,9 +127,9 @@ class Stream:
         last = self.work.owner
         least = last.prompt_len if last is not None and reuse_prefix else len(prompt)
         self.tokens, self.prompt_len = list(prompt), len(prompt)
-        logits = self._restore(self.tokens, least)
+        logits, greedy = self._restore(self.tokens, least)
         root = chain(torch.tensor([prompt[-1:]], device=self.target.device))
-        pick = self._pick(root, logits, ops.block_sampling(logits).token, self.cache.length - 1)
+        pick = self._pick(root, logits, greedy, self.cache.length - 1)
         return self._step(pick, Arm("ar"), None)
 
     def round(self, max_draft: int) -> Step:
@@ -144,7 +144,7 @@ class Stream:
 
         self.state.pending = {name: d.pending for name, d in self.drafters.items()}
         if any(arm.kind == "lookup" for arm in self.router.arms):
-            self.copies.extend(self.tokens[len(self.copies.text) :])
+            self.copies.read(self.tokens)
             self.state.match = self.copies.match()[0]
         arm = self._arm(max_draft)
         self._own()  # a router may have run a generation of its own
@@ -190,13 +190,14 @@ class Stream:
         if self.work.owner is not self or self.work.rows is None:
             self._restore(self.tokens[:-1], 0)
 
-    def _restore(self, tokens: list[int], more_than: int) -> torch.Tensor:
-        """Fill the caches with the rows of tokens; returns logits [1, V] of the last one, which is also what the router may see."""
+    def _restore(self, tokens: list[int], more_than: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill the caches with the rows of tokens; returns logits [1, V] of the last one, and their argmax. The router may see that row."""
         hidden = self.work.fill(self, tokens, more_than)
         logits = self.target.logits(hidden)[0]
+        sample = ops.block_sampling(logits)
         seen = {} if self.state is None else {"history": self.state.history}
-        self.state = RoundState(hidden[0, -1], ops.block_sampling(logits).entropy[0], len(tokens), {}, **seen)
-        return logits
+        self.state = RoundState(hidden[0, -1], sample.entropy[0], len(tokens), {}, **seen)
+        return logits, sample.token
 
     def _pick(self, tree: DraftTree, logits: torch.Tensor, greedy: torch.Tensor, start: int) -> Pick:
         """The path of the tree that the target's choices follow; the text gains its tokens. start: position of the tree's root."""

@@ -29,6 +29,10 @@ class SuffixAutomaton:
         for token in tokens:
             self._append(token)
 
+    def read(self, text: list[int]) -> None:
+        """Take in what is new of a text that begins with what has been read."""
+        self.extend(text[len(self.text) :])
+
     def _append(self, token: int) -> None:
         at, state = len(self.text), self._last
         # The suffixes of the text so far now end before its newest token: the recent occurrence is the better one to copy.
@@ -82,7 +86,7 @@ class SuffixAutomaton:
 
 def copied(automaton: SuffixAutomaton, text: list[int], anchor: torch.Tensor, count: int) -> DraftTree:
     """anchor int64 [B, 1], the last token of text -> a chain of at most `count` copied tokens after it, none without a match."""
-    automaton.extend(text[len(automaton.text) :])
+    automaton.read(text)
     length, tokens = automaton.continuation(count)
     drafted = torch.tensor([tokens[: TRUST * length]], dtype=torch.int64, device=anchor.device)
     return chain(torch.cat((anchor, drafted), 1))
