@@ -191,7 +191,7 @@ class Stream:
             self._restore(self.tokens[:-1], 0)
 
     def _restore(self, tokens: list[int], more_than: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill the caches with the rows of tokens; returns logits [1, V] of the last, which the router may see, and their argmax."""
+        """Fill the caches with the rows of tokens; returns logits [1, V] of the last one, and their argmax."""
         hidden = self.work.fill(self, tokens, more_than)
         logits = self.target.logits(hidden)[0]
         sample = ops.block_sampling(logits)

@@ -26,7 +26,7 @@ from .base import RoundState
 MEMORY = 0.97  # weight of a round against the next one of its kind; what has left the history is forgotten, and tried again
 PRIOR_TRIALS = 4.0  # how many observations the prior is worth
 PRIOR = {"dflash": (0.45, 0.35), "eagle3": (0.45, 0.45)}  # first slot, later slots
-TREE_TRIES = 1.7  # a tree's level is right as often as so many independent tries of a chain's slot
+TREE_TRIES = 1.3  # a small tree's level is right as often as so many independent tries of a chain's slot
 # Of a copy's token, by the length of the match: share that greedy text of a small instruction model took, 1, 2, 3... tokens.
 COPY = (0.23, 0.55, 0.62, 0.68, 0.75, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9, 0.96)
 
