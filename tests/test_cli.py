@@ -57,7 +57,7 @@ def test_info(tiny, capsys):
     assert target["weight_bytes"] == 4 * parameters
     rows = 64 + 17  # the drafts of the longest arm, and the anchor
     matrices = target["weight_bytes"] - 4 * (211 * 48 + 9 * 48)
-    assert target["packed_bytes"] == (matrices if torch.backends.mkl.is_available() else 0)
+    assert target["packed_bytes"] == (matrices if torch.backends.mkldnn.is_available() else 0)
     assert target["cache_bytes"] == 4 * 4 * 2 * 2 * rows * 16
     assert drafters["dflash"]["taps"] == drafters["eagle3"]["taps"] == [1, 2, 3]
     assert drafters["dflash"]["draft_length"] == {"default": 2, "max": 5}

@@ -178,15 +178,32 @@ def test_corrupt_and_mismatched_files_are_named(tmp_path):
         load_target(str(tmp_path), torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9, 16, 32, 33])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 33])
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_linear_equals_plain(rows, bias):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_linear_equals_plain(rows, bias, dtype):
     from whiflash_triton.layers import Linear
 
     g = torch.Generator().manual_seed(rows)
-    w, b = torch.randn(40, 24, generator=g), torch.randn(40, generator=g) if bias else None
+    w, b = torch.randn(40, 24, generator=g).to(dtype), torch.randn(40, generator=g).to(dtype) if bias else None
     linear = Linear([w], [b])
     linear.pack()
-    x = torch.randn(1, rows, 24, generator=g)
+    assert linear.packs or dtype == torch.bfloat16  # a CPU with bfloat16 instructions needs no copy
+    x = torch.randn(1, rows, 24, generator=g).to(dtype)
     expected = torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double())
-    torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-5)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    assert linear(x).dtype == dtype
+    torch.testing.assert_close(linear(x).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("value,packs", [(1.0, True), (2.0**-17, True), (2.0**-18, False), (2.0**-22, False), (1e5, False)])
+def test_bfloat16_weights_that_float16_cannot_hold_stay_plain(monkeypatch, value, packs):
+    from whiflash_triton import layers
+
+    monkeypatch.setattr(layers, "cpu_computes_bfloat16", lambda: False)
+    w = torch.full((4, 4), 1.0078125 * value, dtype=torch.bfloat16)
+    linear = layers.Linear([w])
+    linear.pack()
+    assert linear.packs == packs
+    x = torch.full((1, 4), 2.0, dtype=torch.bfloat16)
+    torch.testing.assert_close(linear(x), torch.nn.functional.linear(x, w), rtol=2**-8, atol=0)

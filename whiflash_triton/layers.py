@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 
-_PACK_ROWS = 8  # MKL packs a weight for one row count; fewer rows are padded to it
-_PACK_RANGE = range(4, 33)  # below, and above, a plain product is as fast
+_PACK_ROWS = 8  # what oneDNN lays the weight out for; it serves every other row count well too
 
 
 class Linear:
@@ -17,36 +19,53 @@ class Linear:
     def __init__(self, weights: list[torch.Tensor], biases: list[torch.Tensor | None] | None = None):
         self.weights, self.biases = weights, biases or [None] * len(weights)
         self.packs = False
-        self.packed: torch.Tensor | None = None  # made at the first product of a few rows: loading stays quick
+        self.packed = None  # made at the first product: loading stays quick
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., sum N_i]."""
-        if self.packs and x.numel() // x.shape[-1] in _PACK_RANGE:
-            return self._few_rows(x)
+        if self.packs:
+            return self._from_packed(x)
         if len(self.weights) == 1:
             return F.linear(x, self.weights[0], self.biases[0])
         return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True)], -1)
 
     def pack(self) -> None:
-        """Allow a second copy laid out for few rows: in float32 MKL takes 2.5 times as long for 4 rows as for 3 without it.
+        """Allow a second copy of the weight, laid out for the few rows of a verification.
 
-        Does nothing where it would not help: other dtypes and devices, several weights, PyTorch without MKL.
+        In float32 by oneDNN: MKL's plain product of 2 rows takes twice as long as of 1. In bfloat16 on a CPU that has no bfloat16
+        instructions as float16 by FBGEMM, which multiplies in float32: PyTorch's plain product takes as long again for every row.
+        Does nothing where that would not help: other dtypes and devices, several weights, libraries PyTorch was built without.
         """
         w = self.weights[0]
-        on_cpu = w.device.type == "cpu" and torch.backends.mkl.is_available()
-        self.packs = len(self.weights) == 1 and w.dtype == torch.float32 and on_cpu
+        if len(self.weights) > 1 or w.device.type != "cpu":
+            return
+        if w.dtype == torch.float32:
+            self.packs = torch.backends.mkldnn.is_available()
+        elif w.dtype == torch.bfloat16 and not cpu_computes_bfloat16():
+            self.packs = "fbgemm" in torch.backends.quantized.supported_engines and _fits_half(w)
 
-    def _few_rows(self, x: torch.Tensor) -> torch.Tensor:
+    def _from_packed(self, x: torch.Tensor) -> torch.Tensor:
+        w, bias = self.weights[0], self.biases[0]
+        if w.dtype == torch.float32:
+            if self.packed is None:
+                self.packed = torch.ops.mkldnn._reorder_linear_weight(w, _PACK_ROWS)
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
         if self.packed is None:
-            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weights[0].contiguous(), _PACK_ROWS)
-        flat = x.reshape(-1, x.shape[-1])
-        rows = flat.shape[0]
-        padded = F.pad(flat, (0, 0, 0, -rows % _PACK_ROWS))
-        parts = [
-            torch.ops.mkl._mkl_linear(part, self.packed, self.weights[0], self.biases[0], _PACK_ROWS)
-            for part in padded.split(_PACK_ROWS)
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:rows].view(*x.shape[:-1], -1)
+            self.packed = torch.ops.quantized.linear_prepack_fp16(w.float(), None if bias is None else bias.float())
+        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packed).to(w.dtype)
+
+
+@lru_cache
+def cpu_computes_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 instructions (AVX-512 or AMX)."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _fits_half(w: torch.Tensor) -> bool:
+    """bfloat16 weights are exact in float16 between 2^-17 and 65504; what lies outside must not show in a product."""
+    exact = w.float()
+    return bool((w.half().float() - exact).norm() <= 2**-12 * exact.norm())
 
 
 def fused(weights: list[torch.Tensor], biases: list[torch.Tensor | None] | None = None) -> Linear:

@@ -16,6 +16,7 @@ from .drafters.calibration import FILE as CALIBRATION_FILE
 from .drafters.calibration import Calibration, read_calibration
 from .drafters.dflash import DFlashDrafter
 from .drafters.eagle3 import Eagle3Drafter
+from .layers import cpu_computes_bfloat16
 from .routers.base import Router
 from .routers.entropy import EntropyRouter
 from .routers.neural import NeuralRouter
@@ -50,8 +51,7 @@ def default_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device computes in it, else float32."""
     if device.type == "cuda":
         return torch.bfloat16
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
+    return torch.bfloat16 if cpu_computes_bfloat16() else torch.float32
 
 
 def resolve_source(target) -> tuple[object, dict[str, Path]]:

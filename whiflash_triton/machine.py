@@ -45,7 +45,7 @@ def _version(package: str) -> str | None:
 def tensor_bytes(*objects, packed: bool = False) -> int:
     """Bytes of every tensor reachable through attributes, lists, tuples and dictionaries; shared storages once, caches not.
 
-    packed: instead, of the copies that MKL laid out its own way, taken at the size of their weights.
+    packed: instead, of the copies laid out for verification on a CPU, taken at the size of their weights.
     """
     storages: dict[int, int] = {}
     seen: set[int] = set()

@@ -117,7 +117,7 @@ class Target:
         return sum(w.numel() * w.element_size() for w in (*layers, self.head))
 
     def pack(self) -> None:
-        """Lay the weights out for verification on a float32 CPU; they are kept twice."""
+        """Lay the weights out for verification on a CPU (`Linear.pack`); they are kept twice."""
         for layer in self.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 linear.pack()
