@@ -6,6 +6,7 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -55,6 +56,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _poison_in_kernel_lanes(request: pytest.FixtureRequest) -> None:
     if any(request.node.get_closest_marker(marker) for marker in ("interpreter", "gpu")):
         request.getfixturevalue("poisoned_empty")
+
+
+@pytest.fixture(autouse=True)
+def _guard_interpreted_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.node.get_closest_marker("interpreter"):
+        yield
+        return
+    from tests.guard_bands import guard_bands
+
+    with guard_bands():
+        yield
 
 
 @pytest.fixture
