@@ -37,6 +37,11 @@ class Arm:
         """The drafters it draws on, by name."""
         return _NEEDS.get(self.kind, (self.kind,))
 
+    @property
+    def copies(self) -> bool:
+        """Whether it takes from the text itself."""
+        return self.kind in ("lookup", "mixed")
+
     def __str__(self) -> str:
         if self.kind == "ar":
             return self.kind

@@ -40,7 +40,10 @@ def replay(decoder: WhiFlashDecoder, text: list[int], prompt: int, arms: list[Ar
             if room >= 1 and arm.kind == "lookup":
                 at += _accepted(copied(copies, text[: at + 1], anchor, min(arm.size, room)), ids[0, at + 1 :])
             elif room >= 1 and arm.kind != "ar":
-                at += _accepted(draft(decoder.drafters, anchor, arm, room), ids[0, at + 1 :])
+                if arm.copies:
+                    copies.read(text[: at + 1])
+                tree = draft(decoder.drafters, anchor, arm, room, copies if arm.copies else None)
+                at += _accepted(tree, ids[0, at + 1 :])
             at, rounds = at + 1, rounds + 1
         forwards[str(arm)] = rounds
         progress()

@@ -143,7 +143,7 @@ class Stream:
             times[phase], begin = (now - begin) * 1e3, now
 
         self.state.pending = {name: d.pending for name, d in self.drafters.items()}
-        if any(arm.kind == "lookup" for arm in self.router.arms):
+        if any(arm.copies for arm in self.router.arms):
             self.copies.read(self.tokens)
             self.state.match = self.copies.match()[0]
         arm = self._arm(max_draft)
@@ -183,7 +183,7 @@ class Stream:
     def _draft(self, arm: Arm, max_draft: int) -> DraftTree:
         if arm.kind == "lookup":
             return copied(self.copies, self.tokens, self.anchor, min(arm.size, max_draft))
-        return draft(self.drafters, self.anchor, arm, max_draft)
+        return draft(self.drafters, self.anchor, arm, max_draft, self.copies if arm.copies else None)
 
     def _own(self) -> None:
         """Take the caches back if another stream has had them since, or a round has failed."""

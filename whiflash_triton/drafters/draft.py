@@ -11,6 +11,7 @@ from .ddtree import ddtree
 from .eagle3 import MAX_TREE_ROWS
 from .eagle3_tree import eagle3_tree
 from .lookup import MAX_DRAFT as LOOKUP_LIMIT
+from .lookup import SuffixAutomaton
 from .mixed import mixed
 
 MAX_NODES, MAX_TOP_K = 1024, 16
@@ -43,10 +44,13 @@ def _check_shape(arm: Arm, max_draft: int) -> None:
         raise ValueError(f"arm {arm}: top_k {arm.top_k} and depth {arm.depth} propose only {nodes} nodes: raise one of them")
 
 
-def draft(drafters: dict[str, Drafter], anchor: torch.Tensor, arm: Arm, max_depth: int) -> DraftTree:
+def draft(
+    drafters: dict[str, Drafter], anchor: torch.Tensor, arm: Arm, max_depth: int, copies: SuffixAutomaton | None = None
+) -> DraftTree:
     """The tree of `arm` over anchor int64 [B, 1], no path of it deeper than max_depth >= 1 drafted tokens.
 
-    A chain shrinks to max_depth, a tree loses its deeper nodes. The arm is one that `check_arm` lets pass.
+    A chain shrinks to max_depth, a tree loses its deeper nodes. The arm is one that `check_arm` lets pass. copies has read the text
+    up to the anchor: a mixed tree takes from it too.
     """
     if arm.kind == "ar":
         return chain(anchor)
@@ -55,5 +59,5 @@ def draft(drafters: dict[str, Drafter], anchor: torch.Tensor, arm: Arm, max_dept
     if arm.kind == "eagle3-tree":
         return eagle3_tree(drafters["eagle3"], anchor, arm, max_depth)
     if arm.kind == "mixed":
-        return mixed(drafters["dflash"], drafters["eagle3"], anchor, arm, max_depth)
+        return mixed(drafters["dflash"], drafters["eagle3"], anchor, arm, max_depth, copies)
     return drafters[arm.kind].draft(anchor, arm, max_depth)

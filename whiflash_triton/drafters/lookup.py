@@ -6,12 +6,17 @@ moment; prompt lookup of a fixed n-gram length searches the text anew every roun
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
+
 import torch
 
-from ..tree import DraftTree, chain
+from ..tree import DraftTree, Proposal, chain
 
 MAX_DRAFT = 64
 TRUST = 2  # a match of n tokens is good for TRUST * n more: after a single token the copy is right one time in four
+# Chance that the next copied token is right, by the length of the match, 1, 2, 3...: as in greedy text of SmolLM2-135M-Instruct.
+COPY = (0.23, 0.55, 0.62, 0.68, 0.75, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9, 0.96)
 RECENT_STATES = 8  # how many of a text's suffixes learn of their newest occurrence at every token
 
 
@@ -90,3 +95,18 @@ def copied(automaton: SuffixAutomaton, text: list[int], anchor: torch.Tensor, co
     length, tokens = automaton.continuation(count)
     drafted = torch.tensor([tokens[: TRUST * length]], dtype=torch.int64, device=anchor.device)
     return chain(torch.cat((anchor, drafted), 1))
+
+
+def proposal(automaton: SuffixAutomaton, anchor: torch.Tensor, count: int) -> Proposal | None:
+    """The copy as a chain of nodes with their chances, each token that is right making the match longer; None without a match.
+
+    anchor int64 [B, 1] is the last token that the automaton has read.
+    """
+    length, tokens = automaton.continuation(count)
+    n = len(tokens)
+    if not n:
+        return None
+    steps = [math.log(COPY[min(length + i, len(COPY)) - 1]) for i in range(n)]
+    order = torch.arange(n + 1, dtype=torch.int32, device=anchor.device)
+    scores = torch.tensor([0.0, *accumulate(steps)], dtype=torch.float64, device=anchor.device)
+    return Proposal(torch.tensor([int(automaton.text[-1]), *tokens], device=anchor.device), order - 1, order, scores)

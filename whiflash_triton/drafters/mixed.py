@@ -1,7 +1,7 @@
-"""One tree from both drafters: a DDTree and an EAGLE-3 tree, laid over each other.
+"""One tree from all that drafts: a DDTree, an EAGLE-3 tree and a copy of earlier text, laid over each other.
 
-Each drafter's steps are calibrated first, so that their probabilities mean the same. A node that both propose gets the larger of
-its two steps: a step is conditional on its parent being right, whoever proposed the parent, so steps multiply along a path and a
+Each drafter's steps are calibrated first, so that their probabilities mean the same. A node that several propose gets the largest
+of its steps: a step is conditional on its parent being right, whoever proposed the parent, so steps multiply along a path and a
 score never rises with depth. The best nodes of the union are kept, parents first.
 """
 
@@ -12,22 +12,37 @@ import torch
 from .. import ops
 from ..arms import Arm
 from ..tree import DraftTree, Proposal, best_nodes, from_nodes
-from . import ddtree, eagle3_tree
+from . import ddtree, eagle3_tree, lookup
 from .dflash import DFlashDrafter
 from .eagle3 import Eagle3Drafter
+from .lookup import SuffixAutomaton
 
 NOTHING = float("-inf")
 
 
-def mixed(dflash: DFlashDrafter, eagle3: Eagle3Drafter, anchor: torch.Tensor, arm: Arm, max_depth: int) -> DraftTree:
-    """anchor int64 [B, 1] -> the tree of a `mixed` arm, no deeper than max_depth; both drafters end up caught up."""
+def mixed(
+    dflash: DFlashDrafter,
+    eagle3: Eagle3Drafter,
+    anchor: torch.Tensor,
+    arm: Arm,
+    max_depth: int,
+    copies: SuffixAutomaton | None = None,
+) -> DraftTree:
+    """anchor int64 [B, 1] -> the tree of a `mixed` arm, no deeper than max_depth; both drafters end up caught up.
+
+    copies: has read the text up to the anchor; None leaves copying out.
+    """
     wide = ddtree.propose(dflash, anchor, arm.size, max_depth, dflash.calibration)
     wide = Proposal(wide.tokens[0], wide.parents, wide.depths, wide.scores)
     deep = eagle3_tree.propose(eagle3, anchor, arm.size, arm.top_k, min(arm.depth, max_depth), eagle3.calibration)
-    if anchor.is_cuda:
-        nodes = merge(wide, deep, arm.size, min(max_depth, max(dflash.max_draft, arm.depth)))
+    copy = None if copies is None else lookup.proposal(copies, anchor, min(arm.size, max_depth))
+    if not anchor.is_cuda:
+        nodes = merge_on_host([wide, deep] + [copy] * (copy is not None), arm.size)
     else:
-        nodes = merge_on_host(wide, deep, arm.size)
+        depth, whole = min(max_depth, max(dflash.max_draft, arm.depth)), len(wide.tokens) + len(deep.tokens)
+        nodes = merge(wide, deep, arm.size if copy is None else whole, depth)
+        if copy is not None:
+            nodes = merge(nodes, copy, arm.size, max(depth, len(copy.tokens) - 1))
     return from_nodes(nodes.tokens[None], nodes.parents, nodes.depths, ops.ancestor_words(nodes.parents))
 
 
@@ -60,14 +75,14 @@ def _steps(nodes: Proposal) -> tuple[torch.Tensor, torch.Tensor]:
     return parents, (nodes.scores - nodes.scores[parents]).nan_to_num(nan=NOTHING, neginf=NOTHING)
 
 
-def merge_on_host(a: Proposal, b: Proposal, size: int) -> Proposal:
-    """`merge` with lists and a dictionary; no pads."""
+def merge_on_host(proposals: list[Proposal], size: int) -> Proposal:
+    """`merge` of any number, with lists and a dictionary; no pads."""
     tokens: list[int] = []
     parents: list[int] = []
     depths: list[int] = []
     steps: list[float] = []
     index: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-    for nodes in (a, b):
+    for nodes in proposals:
         own, here = nodes.scores.tolist(), []  # here: the union's index of every node of this drafter
         for token, parent, depth, score in zip(
             nodes.tokens.tolist(), nodes.parents.tolist(), nodes.depths.tolist(), own, strict=True

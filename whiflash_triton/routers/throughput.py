@@ -18,7 +18,7 @@ import torch
 from ..arms import Arm
 from ..drafters.base import Drafter
 from ..drafters.draft import draft
-from ..drafters.lookup import TRUST
+from ..drafters.lookup import COPY, TRUST
 from ..target import Target
 from ..tree import chain
 from .base import RoundState
@@ -27,8 +27,6 @@ MEMORY = 0.97  # weight of a round against the next one of its kind; what has le
 PRIOR_TRIALS = 4.0  # how many observations the prior is worth
 PRIOR = {"dflash": (0.45, 0.35), "eagle3": (0.45, 0.45)}  # first slot, later slots
 TREE_TRIES = 1.3  # a small tree's level is right as often as so many independent tries of a chain's slot
-# Of a copy's token, by the length of the match: share that greedy text of a small instruction model took, 1, 2, 3... tokens.
-COPY = (0.23, 0.55, 0.62, 0.68, 0.75, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9, 0.96)
 
 
 Observed = dict[object, tuple[list[float], list[float]]]
