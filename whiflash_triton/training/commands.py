@@ -1,4 +1,4 @@
-"""`whiflash train`: features, dflash, eagle3, calibrate, export, tiny."""
+"""`whiflash train`: data, features, dflash, eagle3, calibrate, traces, router, export, tiny."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..checkpoints import DFlashConfig, Eagle3Config, TargetShape, load_dflash, 
 from ..loading import load_drafters, load_tokenizer, pick_device, resolve_source
 from ..target import Target
 from ..weights import load_target
+from . import router_training, selfgen, traces
 from .calibrate import calibration_of, collect
 from .data import ROWS_PER_SHARD, Row, read_rows, shard_path, write_features
 from .drafters import RECIPES, dflash_taps, draft_vocabulary, eagle3_taps, stored_ids, train
@@ -23,9 +24,12 @@ from .tau import held_out_tau
 
 def add_train_parser(subparsers) -> None:
     """Add `train` and its subcommands; each sets `run`, a function of the parsed arguments that returns an exit code."""
-    commands = subparsers.add_parser("train", help="distil drafters from text the target wrote").add_subparsers(
+    commands = subparsers.add_parser("train", help="distil drafters and routers from text the target wrote").add_subparsers(
         dest="what", required=True
     )
+
+    for module in (selfgen, traces, router_training):
+        module.add_parser(commands)
 
     features = commands.add_parser(
         "features", help="cache the target's features of a text (train does it too when they are missing)"
