@@ -98,7 +98,7 @@ def test_eagle3_chain_equals_training_forward(target, flags, scratch):
             for step in range(3):
                 token = tokens[:, start + step : start + step + 1]
                 block = drafter.cache.block(tree, 1, step)
-                hidden, normed = drafter.forward(hidden, token, start - 1 + step, block)
+                hidden, normed = drafter.forward(hidden, token, step, block)
                 torch.testing.assert_close(normed[0, 0], table[step][start - 1 + step], rtol=1e-5, atol=1e-6)
 
 

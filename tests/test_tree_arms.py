@@ -201,7 +201,7 @@ def chain_logits(drafter, anchor, path: tuple[int, ...]) -> torch.Tensor:
     drafter.cache.set_length(start - 1)
     line = chain(torch.zeros(1, len(path) + 1, dtype=torch.int64))
     for step, following in enumerate((*path, None)):
-        hidden, normed = drafter.forward(hidden, token, start - 1 + step, drafter.cache.block(line, 1, step))
+        hidden, normed = drafter.forward(hidden, token, step, drafter.cache.block(line, 1, step))
         token = torch.tensor([[following]]) if following is not None else None
     drafter.cache.set_length(start)
     return drafter.head(normed)[0, 0]

@@ -24,7 +24,7 @@ class Block:
 
     words: torch.Tensor  # int64 [T, W]
     depths: torch.Tensor | None  # int32 [N]; None where no layer has a window
-    visible: torch.Tensor | None  # bool [T, q0 + T]; None: everything sees everything
+    visible: torch.Tensor | None  # bool [T, q0 + T], read for rows in the tail; None: everything sees everything
     start: int
     q0: int
     rows: int  # T
@@ -52,6 +52,7 @@ class KVCache:
         tail_rows = 0 if self.uses_scratch else draft_rows
         self.kv = torch.empty(*shape, rows + tail_rows, head_dim, dtype=dtype, device=device)
         self.scratch = torch.empty(*shape, draft_rows, head_dim, dtype=dtype, device=device) if self.uses_scratch else None
+        self.bucket: int | None = None  # attention looks at so many rows only; at least `length`
         self.length = 0
         self.lengths = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -60,6 +61,17 @@ class KVCache:
             raise ValueError(f"{length} rows do not fit a KV cache of {self.rows}: raise max_cache_len")
         self.length = length
         self.lengths.fill_(length)
+
+    def shift(self, by: int) -> None:
+        """Count `by` rows more, or fewer; the device counts for itself, so that a captured graph may hold it."""
+        self.length += by
+        self.lengths += by
+
+    def positions(self, first: int, rows: int) -> slice | torch.Tensor:
+        """Index of the positions length + first and on: from the device's own length where rows wait in scratch."""
+        if not self.uses_scratch:
+            return slice(self.length + first, self.length + first + rows)
+        return (self.lengths + torch.arange(first, first + rows, dtype=torch.int32, device=self.lengths.device)).long()
 
     def block(self, tree: DraftTree | None, rows: int, q0: int = 0, prefill: bool = False) -> Block:
         """The attention plan of one forward. tree None: `rows` queries that all see each other (a diffusion block)."""
@@ -72,7 +84,7 @@ class KVCache:
         return Block(
             tree.words[q0 : q0 + rows],
             tree.depths,
-            tree.visible()[q0 : q0 + rows, : q0 + rows],
+            tree.visible()[q0 : q0 + rows, : q0 + rows] if tail else None,
             self.length,
             q0,
             rows,
@@ -92,7 +104,7 @@ class KVCache:
         store[1, :, :, first:last] = v.transpose(1, 2)
         if q.is_cuda or not block.tail:
             tree = store[:, :, :, last - block.q0 - block.rows : last]
-            cache = self.kv[layer]
+            cache = self.kv[layer, :, :, :, : self.bucket]
             return ops.tree_attention(
                 q, cache[0], cache[1], self.lengths, tree[0], tree[1], block.words,
                 scale=scale, depths=block.depths, window=window, q0=block.q0,

@@ -153,10 +153,7 @@ class Target:
         """
         block = cache.block(tree, tree.size, prefill=prefill)
         cos, sin = self.rope(cache.rows + cache.draft_rows)
-        if tree.is_chain:
-            where = slice(cache.length, cache.length + tree.size)
-        else:
-            where = tree.depths.long() + cache.length
+        where = cache.positions(0, tree.size) if tree.is_chain else (tree.depths + cache.lengths).long()
         return self._run(tree.tokens, cos[where], sin[where], cache, block, taps)
 
     def _run(self, tokens, cos, sin, cache: KVCache, block: Block, taps: tuple[int, ...]):

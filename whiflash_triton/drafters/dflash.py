@@ -119,7 +119,8 @@ class DFlashDrafter:
         c, n = self.config, self.config.block_size
         self.catch_up()
         block = self.cache.block(None, n)
-        cos, sin = (table[self.cache.length : self.cache.length + n] for table in self.tables)
+        where = self.cache.positions(0, n)
+        cos, sin = (table[where] for table in self.tables)
         masks = anchor.new_full((1, n - 1), c.mask_token_id)
         x = F.embedding(torch.cat((anchor, masks), 1), self.embed)
         heads, kv_heads, d = c.num_heads, c.num_kv_heads, c.head_dim

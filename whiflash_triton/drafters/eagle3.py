@@ -123,7 +123,7 @@ class Eagle3Drafter:
         embedded = rms_norm(F.embedding(tokens, self.embed), self.embed_norm, eps)
         return torch.cat((embedded, rms_norm(hidden, self.hidden_norm, eps)), -1)
 
-    def _keys_values(self, x: torch.Tensor, where: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_values(self, x: torch.Tensor, where: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [B, T, 2H] at positions `where`, T of them or one for all -> K after norm and RoPE, V, both [B, T, Hkv, D]."""
         c = self.config
         k, v = self.kv(x).view(1, x.shape[1], 2, c.num_kv_heads, c.head_dim).unbind(2)
@@ -154,13 +154,13 @@ class Eagle3Drafter:
             raise RuntimeError("EAGLE-3 drafts from at least one ingested row: ingest the prompt first")
         return self.newest
 
-    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor, position: int, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """T draft rows, all at one position; their K and V go to the draft rows that `block` names.
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor, depth: int, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """T draft rows, all `depth` positions after the cache's rows; their K and V go to the draft rows that `block` names.
 
         hidden [B, T, H], tokens int64 [B, T] -> the states that feed the next rows and those that the head takes, both [B, T, H].
         """
         c, t = self.config, tokens.shape[1]
-        where = slice(position, position + 1)
+        where = self.cache.positions(depth, 1)
         x = self._inputs(hidden, tokens)
         k, v = self._keys_values(x, where)
         q = self.q(x).view(1, t, c.num_heads, c.head_dim)
@@ -180,13 +180,12 @@ class Eagle3Drafter:
         if not 1 <= size <= self.max_draft:
             raise ValueError(f"eagle3:{size} is out of range: this drafter was made for 1 to {self.max_draft} drafts")
         hidden, token = self.catch_up(anchor)
-        start = self.cache.length
         # The newest committed row runs again as draft row 0, now with its query; in the cache's tail it rewrites itself.
-        self.cache.set_length(start - 1)
+        self.cache.shift(-1)
         tree, drafted = chain(anchor.new_zeros(1, size)), [anchor]
         for step in range(size):
-            hidden, normed = self.forward(hidden, token, start - 1 + step, self.cache.block(tree, 1, step))
+            hidden, normed = self.forward(hidden, token, step, self.cache.block(tree, 1, step))
             token = self.draft_ids[self.head(normed).argmax(-1)]
             drafted.append(token)
-        self.cache.set_length(start)
+        self.cache.shift(1)
         return chain(torch.cat(drafted, 1))

@@ -38,13 +38,12 @@ def propose(
     """The best `size` nodes by (-score, age), oldest first, root in front.
 
     prune: skip frontier rows that cannot reach the best `size` any more. It changes no node, but asks the device for a count
-    every level, so the default is to do it on a CPU only.
+    every level, so the default is not to where rows wait in scratch.
     """
     cache, device = drafter.cache, anchor.device
-    prune = not anchor.is_cuda if prune is None else prune
+    prune = not cache.uses_scratch if prune is None else prune
     hidden, tokens = drafter.catch_up(anchor)
-    start = cache.length
-    cache.set_length(start - 1)  # as in a chain, the newest committed row runs again as draft row 0
+    cache.shift(-1)  # as in a chain, the newest committed row runs again as draft row 0
     own_bits = _own_bits(1 + top_k * (depth - 1), device)
     first, words, frontier, scores = 0, own_bits[:1], _zeros(device), _zeros(device).double()
     pool: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []  # tokens, parents, depths, scores
@@ -53,7 +52,7 @@ def propose(
         rows = tokens.shape[1]
         visible = None if cache.uses_scratch else words_to_mask(words, first + rows)
         block = Block(words, None, visible, cache.length, first, rows, not cache.uses_scratch)
-        hidden, normed = drafter.forward(hidden, tokens, start + level - 2, block)
+        hidden, normed = drafter.forward(hidden, tokens, level - 1, block)
         steps, found = likeliest(drafter.head(normed)[0], top_k)  # [rows, k]
         if calibration is not None:
             steps = calibration.apply(steps, level)
@@ -71,7 +70,7 @@ def propose(
         words = words[parents] | own_bits[first : first + len(best)]
         frontier, base = base + best, base + len(grown)
         hidden, tokens, scores = hidden[:, parents], found[best][None], grown[best]
-    cache.set_length(start)
+    cache.shift(1)
     return best_nodes(anchor[0], *(torch.cat(part) for part in zip(*pool, strict=True)), size)
 
 
