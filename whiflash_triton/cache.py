@@ -104,7 +104,7 @@ class KVCache:
         store[1, :, :, first:last] = v.transpose(1, 2)
         if q.is_cuda or not block.tail:
             tree = store[:, :, :, last - block.q0 - block.rows : last]
-            cache = self.kv[layer, :, :, :, : self.bucket]
+            cache = self.kv[layer, :, :, :, : self.bucket]  # so that no more programs than the length may need share it
             return ops.tree_attention(
                 q, cache[0], cache[1], self.lengths, tree[0], tree[1], block.words,
                 scale=scale, depths=block.depths, window=window, q0=block.q0,

@@ -14,6 +14,7 @@ import torch
 from .arms import Arm
 from .drafters.base import Drafter
 from .drafters.draft import check_arm
+from .graphs import warm_up
 from .loading import build_router, default_dtype, load_drafters, load_tokenizer, pick_device, resolve_source
 from .options import Request, config_options, ids_of, parse_options
 from .routers.base import Router
@@ -115,7 +116,22 @@ class WhiFlashDecoder:
             if self.work.cache is None or self.work.cache.draft_rows < draft_rows:
                 self.work.replace_cache(self.target.new_cache(self.max_cache_len, draft_rows))
             self.work.rows = None  # building a router may have used the drafters' caches
+            if self.work.device is not None and max(arm.size for arm in router.arms) + 1 >= self.work.device.nodes:
+                self.work.device = None
             self.router = router
+
+    def warmup(self, ahead: int = 1) -> dict:
+        """Prepare rounds that never wait for the host, for the router's arms: on CUDA one graph per arm and context length.
+
+        ahead: rounds given to the device before the last one is read, 0 or 1; with 1 the router sees the state of one round ago.
+        Returns {"graphs", "seconds", "bytes"}. On a CPU there is nothing to prepare. Rounds that copy from the text, and calls
+        that need a processor, scores or a repetition penalty, run as before. Another router with other arms undoes it.
+        """
+        caches = [self.work.cache, *(d.cache for d in self.drafters.values())]
+        if not all(cache.uses_scratch for cache in caches):
+            return {"graphs": 0, "seconds": 0.0, "bytes": 0}
+        with self._lock:
+            return warm_up(self.work, self.router.arms, ahead)
 
     def generate(self, prompt, **options) -> Output:
         """prompt: str (chat-templated where the tokenizer has a template), chat messages, or input ids (list or tensor).

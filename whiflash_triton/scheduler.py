@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,9 @@ from .sampling import Sampling, choose, float_logits, host_scores, node_scores
 from .stats import Round
 from .target import Target
 from .tree import DraftTree, chain
+
+if TYPE_CHECKING:
+    from .device_round import DeviceRounds
 
 
 class NaNLogits(FloatingPointError):
@@ -65,6 +69,7 @@ class Workspace:
         self.tap_rows = {name: [self.taps.index(t) for t in d.taps] for name, d in drafters.items()}
         self.owner: Stream | None = None
         self.rows: list[int] | None = []  # the token of every committed row; None within a round, or after one that failed
+        self.device: DeviceRounds | None = None  # rounds that never wait for the host, once a decoder has warmed up
 
     def fill(self, owner: Stream, tokens: list[int], more_than: int) -> torch.Tensor:
         """Hold the rows of `tokens` for `owner`; returns hidden [1, 1, H] of the last one.
@@ -76,6 +81,8 @@ class Workspace:
         same = min(len(self.rows or ()), len(tokens)) if same is None else same
         # EAGLE-3's row i embeds token i + 1, so the last row in common is computed anew, and everyone's with it.
         keep = same - 1 if same > more_than else 0
+        if self.device is not None:
+            self.device.abandon()
         self.owner, self.rows = owner, None
         self.cache.set_length(keep)
         for drafter in self.drafters.values():
@@ -90,7 +97,7 @@ class Workspace:
 
     def replace_cache(self, cache: KVCache) -> None:
         """Another target cache, empty: whoever comes next fills it."""
-        self.cache, self.owner, self.rows = cache, None, []
+        self.cache, self.owner, self.rows, self.device = cache, None, [], None
 
     def ingest(self, features: torch.Tensor, tokens: torch.Tensor) -> None:
         for name, drafter in self.drafters.items():
@@ -130,10 +137,58 @@ class Stream:
         logits, greedy = self._restore(self.tokens, least)
         root = chain(torch.tensor([prompt[-1:]], device=self.target.device))
         pick = self._pick(root, logits, greedy, self.cache.length - 1)
-        return self._step(pick, Arm("ar"), None)
+        self.anchor = pick.bonus.view(1, 1)
+        return self._step(pick.new, 0, pick.finish, Arm("ar"), None)
 
     def round(self, max_draft: int) -> Step:
         """max_draft: drafted tokens in a row that still fit the text and the cache beside the anchor."""
+        device = self.work.device
+        # What a processor, the scores or a penalty need of the text, the device does not have.
+        if device is None or self.sampling.host or self.scores is not None or self.sampling.repetition_penalty != 1.0:
+            return self._eager_round(max_draft)
+        try:
+            step = self._device_round(device, max_draft)
+        except BaseException:
+            device.abandon()  # the next round starts from the text
+            raise
+        return self._eager_round(max_draft) if step is None else step
+
+    def _device_round(self, device: DeviceRounds, max_draft: int) -> Step | None:
+        """Keep the device busy and read its oldest round; None, and the caches complete, where the next round is not for it."""
+        self._hand_over(device)
+        while max_draft >= 1 and len(device.in_flight) <= device.ahead:
+            begin = time.perf_counter()
+            self.state.pending = device.pending()
+            arm = self._choose()
+            self._hand_over(device)  # a router may have run a generation of its own
+            if arm.kind == "lookup" or not device.fits(arm):
+                break
+            routed = time.perf_counter()
+            device.launch(arm, self.sampling)
+            device.in_flight[-1].ms = {"route": (routed - begin) * 1e3, "draft": (time.perf_counter() - routed) * 1e3}
+        if not device.in_flight:
+            device.leave()
+            return None
+        begin = time.perf_counter()
+        flight, tokens = device.read()
+        self.forwards += 1
+        new, finish = self._take(tokens)
+        arm, drafted, accepted = flight.arm, flight.rows - 1, len(tokens) - 1
+        self.state.hidden, self.state.entropy, self.state.position = flight.record.hidden, flight.record.entropy[0], device.known
+        self.state.history.append((arm, drafted, accepted))
+        if finish is not None:
+            device.leave()
+        flight.ms["accept"] = (time.perf_counter() - begin) * 1e3
+        self.anchor = torch.tensor([tokens[-1:]], device=self.target.device)
+        return self._step(new, accepted, finish, arm, Round(arm, drafted, accepted, 0, flight.caught_up, flight.ms))
+
+    def _hand_over(self, device: DeviceRounds) -> None:
+        """The caches hold this text, and the device goes on from there."""
+        if self.work.owner is not self or device.tokens is None:
+            self._own()
+            device.enter(self.tokens)
+
+    def _eager_round(self, max_draft: int) -> Step:
         self._own()
         times, begin = {}, time.perf_counter()
 
@@ -143,10 +198,7 @@ class Stream:
             times[phase], begin = (now - begin) * 1e3, now
 
         self.state.pending = {name: d.pending for name, d in self.drafters.items()}
-        if any(arm.copies for arm in self.router.arms):
-            self.copies.read(self.tokens)
-            self.state.match = self.copies.match()[0]
-        arm = self._arm(max_draft)
+        arm = self._choose() if max_draft >= 1 else Arm("ar")
         self._own()  # a router may have run a generation of its own
         self.work.rows = None
         lap("route")
@@ -170,15 +222,19 @@ class Stream:
         self.state.position = self.cache.length
         self.state.history.append((arm, tree.size - 1, kept - 1))
         lap("commit")
-        return self._step(pick, arm, Round(arm, tree.size - 1, kept - 1, kept, caught_up, times))
+        self.anchor = pick.bonus.view(1, 1)
+        return self._step(pick.new, kept - 1, pick.finish, arm, Round(arm, tree.size - 1, kept - 1, kept, caught_up, times))
 
-    def _arm(self, max_draft: int) -> Arm:
-        """The router's choice, or `ar` where no draft fits."""
+    def _choose(self) -> Arm:
+        """The router's choice."""
+        if any(arm.copies for arm in self.router.arms):
+            self.copies.read(self.tokens)
+            self.state.match = self.copies.match()[0]
         arm = self.router.choose(self.state)
         if arm not in self.router.arms:
             listed = ", ".join(map(str, self.router.arms))
             raise ValueError(f"{type(self.router).__name__} chose {arm}, which its arms do not list: {listed}")
-        return arm if max_draft >= 1 else Arm("ar")
+        return arm
 
     def _draft(self, arm: Arm, max_draft: int) -> DraftTree:
         if arm.kind == "lookup":
@@ -213,12 +269,7 @@ class Stream:
         kept, end, *rest = torch.cat((path_len.long(), bonus, path[0].long(), tree.tokens[0])).tolist()
         nodes, drafted = rest[:kept], rest[path.shape[1] :]
         accepted = [drafted[node] for node in nodes[1:]]
-        new, finish = [], None
-        for node, token in zip(nodes, [*accepted, end], strict=True):
-            finish = self._append(self._possible(token), None if self.scores is None else float_logits(scores)[node][None].clone())
-            new.append(token)
-            if finish is not None:
-                break
+        new, finish = self._take([*accepted, end], None if self.scores is None else float_logits(scores)[nodes])
         return Pick(path, path_len, bonus, nodes, accepted, new, finish)
 
     def _pick_on_host(self, tree: DraftTree, logits: torch.Tensor) -> Pick:
@@ -240,6 +291,16 @@ class Stream:
         bonus = torch.tensor(new[-1:], device=device)
         return Pick(path.to(device), length, bonus, nodes, [drafted[node] for node in nodes[1:]], new, finish)
 
+    def _take(self, tokens: list[int], scores: torch.Tensor | None = None) -> tuple[list[int], str | None]:
+        """What the text gains of tokens with their scores [len(tokens), V] before it ends, and why it ends."""
+        new, finish = [], None
+        for i, token in enumerate(tokens):
+            finish = self._append(self._possible(token), None if scores is None else scores[i : i + 1])
+            new.append(token)
+            if finish is not None:
+                break
+        return new, finish
+
     def _append(self, token: int, scores: torch.Tensor | None) -> str | None:
         """The text gains a token; whether it ends there, and why."""
         self.tokens.append(token)
@@ -247,12 +308,10 @@ class Stream:
             self.scores += (scores,)
         return self.ending(self.tokens, self.scores)
 
-    def _step(self, pick: Pick, arm: Arm, round_: Round | None) -> Step:
-        self.anchor = pick.bonus.view(1, 1)
-        count, accepted = len(pick.new), len(pick.accepted)
+    def _step(self, new: list[int], accepted: int, finish: str | None, arm: Arm, round_: Round | None) -> Step:
         if round_ is not None:
-            round_.committed, round_.accepted = count, min(accepted, count)
-        return Step(pick.new, ([arm] * accepted + [Arm("ar")])[:count], round_, pick.finish)
+            round_.committed, round_.accepted = len(new), min(accepted, len(new))
+        return Step(new, ([arm] * accepted + [Arm("ar")])[: len(new)], round_, finish)
 
     @staticmethod
     def _possible(token: int) -> int:

@@ -106,13 +106,17 @@ class DFlashDrafter:
         if not self.queue.rows:
             return
         features, tokens = self.queue.take()
-        c, start, count = self.config, self.cache.length, features.shape[1]
-        context = rms_norm(self.fc(features), self.hidden_norm, c.rms_norm_eps)  # [B, C, H]
-        projected = self.context_kv(context).view(1, count, c.num_layers, 2, c.num_kv_heads, c.head_dim)
-        cos, sin = (table[start : start + count] for table in self.context_tables)
-        ops.kv_injection(projected, self.context_k_norm, cos, sin, self.cache.kv, self.cache.lengths, c.rms_norm_eps)
-        self.cache.set_length(start + count)
+        self.ingest_at(features, self.cache.positions(0, features.shape[1]))
+        self.cache.set_length(self.cache.length + features.shape[1])
         self.ingested.append(tokens)
+
+    def ingest_at(self, features: torch.Tensor, where: slice | torch.Tensor) -> None:
+        """features [B, C, taps * H] of the rows after the cache's, at positions `where`: their K and V, not yet counted in."""
+        c = self.config
+        context = rms_norm(self.fc(features), self.hidden_norm, c.rms_norm_eps)  # [B, C, H]
+        projected = self.context_kv(context).view(1, features.shape[1], c.num_layers, 2, c.num_kv_heads, c.head_dim)
+        cos, sin = (table[where] for table in self.context_tables)
+        ops.kv_injection(projected, self.context_k_norm, cos, sin, self.cache.kv, self.cache.lengths, c.rms_norm_eps)
 
     def block_hidden(self, anchor: torch.Tensor) -> torch.Tensor:
         """anchor int64 [B, 1] -> the block's states after the final norm [B, block_size, H]."""

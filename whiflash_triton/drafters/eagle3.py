@@ -104,7 +104,7 @@ class Eagle3Drafter:
         if self.queue.rows > self.pending_limit:
             following = torch.cat(self.queue.tokens, 1)[:, 1:]
             features, _ = self.queue.take(keep=1)
-            self._append(self._fuse(features), following)
+            self._append(features, following)
             self.newest = None  # it was the state of a row that is no longer the last
 
     def _fuse(self, features: torch.Tensor) -> torch.Tensor:
@@ -131,24 +131,29 @@ class Eagle3Drafter:
             k = rms_norm(k, self.k_norm, c.rms_norm_eps)
         return apply_rope(k, *(table[where] for table in self.tables)), v
 
-    def _append(self, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Commit rows built from target features: K and V only."""
-        start, count = self.cache.length, hidden.shape[1]
-        if not count:
-            return
-        self.cache.set_length(start + count)  # raises before anything is written past the end
-        k, v = self._keys_values(self._inputs(hidden, tokens), slice(start, start + count))
-        self.cache.kv[0, 0, :, :, start : start + count] = k.transpose(1, 2)
-        self.cache.kv[0, 1, :, :, start : start + count] = v.transpose(1, 2)
-        self.ingested.append(tokens)
+    def _append(self, features: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Commit rows built from target features: K and V only; returns their states [B, T, H]."""
+        where = self.cache.positions(0, following.shape[1])
+        self.cache.set_length(self.cache.length + following.shape[1])  # raises before anything is written past the end
+        hidden = self.ingest_at(features, following, where)
+        self.ingested.append(following)
+        return hidden
+
+    def ingest_at(self, features: torch.Tensor, following: torch.Tensor, where: slice | torch.Tensor) -> torch.Tensor:
+        """Rows at positions `where` of the cache from features [B, C, taps * H] and the tokens int64 [B, C] that follow them,
+        not counted in here; returns their states [B, C, H]."""
+        hidden = self._fuse(features)
+        k, v = self._keys_values(self._inputs(hidden, following), where)
+        keys, values = self.cache.kv[0]
+        keys[:, :, where], values[:, :, where] = k.transpose(1, 2), v.transpose(1, 2)
+        return hidden
 
     def catch_up(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Commit every pending row but the newest; returns the newest row's state [B, 1, H] and its token."""
         if self.queue.rows:
             following = torch.cat((*self.queue.tokens, anchor), 1)[:, 1:]
             features, _ = self.queue.take()
-            hidden = self._fuse(features)
-            self._append(hidden, following)
+            hidden = self._append(features, following)
             self.newest = hidden[:, -1:], following[:, -1:]
         if self.newest is None:
             raise RuntimeError("EAGLE-3 drafts from at least one ingested row: ingest the prompt first")
