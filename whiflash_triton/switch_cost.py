@@ -131,7 +131,7 @@ def replaced(owner: object, **attributes) -> Iterator[None]:
 
 def whole_dflash(drafter: DFlashDrafter) -> dict[str, Callable]:
     """What to replace so that catch-up runs its rows through all layers too."""
-    project, catch_up, contexts = drafter.context_kv, drafter.catch_up, []
+    project, plain, contexts = drafter.context_kv, drafter.catch_up, []
 
     def context_kv(x: torch.Tensor) -> torch.Tensor:
         contexts.append(x)
@@ -139,7 +139,7 @@ def whole_dflash(drafter: DFlashDrafter) -> dict[str, Callable]:
 
     def with_layers() -> None:
         start = drafter.cache.length
-        catch_up()
+        plain()
         while contexts:
             through_dflash(drafter, contexts.pop(), start)
 
@@ -147,15 +147,22 @@ def whole_dflash(drafter: DFlashDrafter) -> dict[str, Callable]:
 
 
 def whole_eagle3(drafter: Eagle3Drafter) -> dict[str, Callable]:
-    append = drafter._append
+    """The same for the one layer of EAGLE-3."""
+    fuse, plain, states = drafter._fuse, drafter.catch_up, []
 
-    def with_layer(hidden: torch.Tensor, tokens: torch.Tensor) -> None:
+    def fused(features: torch.Tensor) -> torch.Tensor:
+        states.append(fuse(features))
+        return states[-1]
+
+    def with_layer(anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         start = drafter.cache.length
-        append(hidden, tokens)
-        if hidden.shape[1]:
-            through_eagle3(drafter, hidden, tokens, start)
+        states.clear()
+        newest = plain(anchor)
+        while states:
+            through_eagle3(drafter, states.pop(), drafter.ingested[-1], start)
+        return newest
 
-    return {"_append": with_layer}
+    return {"_fuse": fused, "catch_up": with_layer}
 
 
 def timed(call: Callable, sync: Callable[[], None], log: list[float]) -> Callable:
@@ -173,8 +180,10 @@ def timed(call: Callable, sync: Callable[[], None], log: list[float]) -> Callabl
 
 
 @torch.inference_mode()
-def decode(decoder: WhiFlashDecoder, ids: list[int], count: int, router: Switching, eager: bool, whole: bool, tally: Tally) -> None:
-    """One text of at most `count` tokens; its rounds go to the tally."""
+def decode(
+    decoder: WhiFlashDecoder, ids: list[int], count: int, router: Switching, eager: bool, whole: bool, tally: Tally
+) -> list[int]:
+    """The text of at most `count` new tokens, as far as rounds can draft; its rounds go to the tally."""
     decoder.use_router(router)
     drafters, stream = decoder.drafters, Stream(decoder.work, router)
     sync = torch.cuda.synchronize if decoder.target.device.type == "cuda" else lambda: None
@@ -188,7 +197,7 @@ def decode(decoder: WhiFlashDecoder, ids: list[int], count: int, router: Switchi
                 stack.enter_context(replaced(drafter, **changed))
             catch_up(drafter, name, stream.anchor)  # the prompt's rows
             stack.enter_context(replaced(drafter, catch_up=timed(drafter.catch_up, sync, logs[name])))
-        while len(stream.tokens) < limit and stops.isdisjoint(stream.tokens[len(ids) :]):
+        while len(stream.tokens) < limit - 1 and stops.isdisjoint(stream.tokens[len(ids) :]):
             begin = time.perf_counter()
             step = stream.round(limit - len(stream.tokens) - 1)
             arm = step.round.arm
@@ -205,6 +214,7 @@ def decode(decoder: WhiFlashDecoder, ids: list[int], count: int, router: Switchi
             last = arm
         for name, log in logs.items():
             tally.ingestion_ms[name] = tally.ingestion_ms.get(name, 0.0) + sum(log)
+    return stream.tokens
 
 
 def catch_up(drafter: DFlashDrafter | Eagle3Drafter, name: str, anchor: torch.Tensor) -> None:
