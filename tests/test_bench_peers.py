@@ -68,7 +68,7 @@ def test_greedy_texts_are_ours(decoder, sides, name):
 
 @pytest.mark.parametrize("name", ["dflash", "hf-dflash"])
 def test_their_dflash_takes_our_rounds(decoder, sides, name):
-    """While the limit on new tokens is far: where it is near, or a size is given, z-lab's block shrinks and ours is drafted whole."""
+    """While the limit on new tokens is far: near it, or with a size, z-lab's block is drafted shorter, and ours whole."""
     if why := missing(name):
         pytest.skip(why)
     for prompt in PROMPTS:
