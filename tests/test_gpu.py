@@ -62,6 +62,21 @@ def test_float32_sampling_equals_the_plain_target(router, options):
         assert torch.equal(decoder.generate(prompt, **sampling).sequences, expected.sequences)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_graphs_replay_the_same_text(router, ahead):
+    decoder = load("float32")
+    expected = [decoder.generate(prompt, max_new_tokens=64).sequences for prompt in prompts(6)]
+    decoder.use_router(_random(decoder) if router == "random" else router)
+    report = decoder.warmup(ahead)
+    assert report["graphs"] > len(decoder.router.arms) and report["bytes"] >= 0
+    for prompt, text in zip(prompts(6), expected, strict=True):
+        assert torch.equal(decoder.generate(prompt, max_new_tokens=64).sequences, text)
+        sampling = dict(max_new_tokens=32, do_sample=True, temperature=0.8, seed=3)
+        again = decoder.generate(prompt, **sampling).sequences
+        assert torch.equal(decoder.generate(prompt, **sampling).sequences, again)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_drafts_are_accepted(dtype):
     decoder = load(dtype)

@@ -162,7 +162,8 @@ def _full_words(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
     from .tree import mask_to_words
 
     mask = torch.ones(rows, rows, dtype=torch.bool)
-    return mask_to_words(mask).to(device), torch.arange(rows, dtype=torch.int32, device=device)
+    # For a window the whole block stands where its first row does: all of it sees the same context, and itself.
+    return mask_to_words(mask).to(device), torch.zeros(rows, dtype=torch.int32, device=device)
 
 
 def _additive_mask(block: Block, window: int, group: int, dtype: torch.dtype) -> torch.Tensor | None:

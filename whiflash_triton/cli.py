@@ -73,6 +73,7 @@ def _add_models(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: what the device is fast in")
     p.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     p.add_argument("--max-cache-len", type=int, default=4096)
+    p.add_argument("--draft-window", type=int, help="drafters look at so many of the newest rows only (default: all)")
     p.add_argument("--threads", type=int, help="PyTorch's CPU threads")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -96,6 +97,7 @@ def load_decoder(args: argparse.Namespace):
         device=args.device,
         dtype=args.dtype,
         max_cache_len=args.max_cache_len,
+        draft_window=args.draft_window,
         **paths,
     )
 

@@ -68,17 +68,21 @@ class WhiFlashDecoder:
         router_threshold: float | None = None,
         dflash_taps: tuple[int, ...] | None = None,
         eagle3_taps: tuple[int, ...] | None = None,
+        draft_window: int | None = None,
     ) -> WhiFlashDecoder:
         """target: hub id, folder, .gguf file, loaded PreTrainedModel (its weights are shared, not copied), or "smollm2-135m".
 
         dflash, eagle3: hub id or folder of a drafter, None for none; "auto" means the shipped pair for the embedded default, none
         otherwise. router: "static:<arm>", "entropy", a router checkpoint or a Router; "auto" is "entropy" where both drafters are
         there and static otherwise. dtype None: bfloat16 on CUDA and on CPUs that compute in it, else float32. *_taps override the
-        taps a checkpoint resolves to (hidden_states indices).
+        taps a checkpoint resolves to (hidden_states indices). draft_window: drafters look at so many of the newest rows only, which
+        helps those that were trained on short texts and are lost past them.
         Errors: FileNotFoundError, ValueError (CheckpointError for drafter files), each naming what to change.
         """
         if max_cache_len < 1:
             raise ValueError(f"max_cache_len {max_cache_len}: give the rows of prompt and answer together, at least 1")
+        if draft_window is not None and draft_window < 1:
+            raise ValueError(f"draft_window {draft_window}: give the rows that drafters may look back, at least 1, or None for all")
         device, dtype = _place(target, device, dtype)
         source, assets = resolve_source(target)
         model, config = load_target(source, device, dtype)
@@ -91,6 +95,8 @@ class WhiFlashDecoder:
             {"dflash": dflash_taps, "eagle3": eagle3_taps},
             max_cache_len,
         )
+        for drafter in drafters.values():
+            drafter.window = draft_window or 0
         chosen = build_router(assets.get("router", "auto") if router == "auto" else router, drafters, model, router_threshold)
         tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, Path)):

@@ -51,6 +51,7 @@ class DFlashDrafter:
         self.config, self.taps, self.max_draft = c, c.taps, c.block_size - 1
         self.pending_limit = pending_limit
         self.calibration: Calibration | None = None  # None: its probabilities are taken as they are
+        self.window = 0  # a block sees so many of the newest rows; 0: all
         self.embed = w.get("embed_tokens.weight", target.embed)
         self.fc, self.hidden_norm, self.norm = Linear([w["fc.weight"]]), w["hidden_norm.weight"], w["norm.weight"]
         self.layers = [_layer(w, f"layers.{i}.") for i in range(c.num_layers)]
@@ -132,7 +133,7 @@ class DFlashDrafter:
             qkv = layer.qkv(rms_norm(x, layer.input_norm, c.rms_norm_eps)).view(1, n, -1, d)
             q = apply_rope(rms_norm(qkv[:, :, :heads], layer.q_norm, c.rms_norm_eps), cos, sin)
             k = apply_rope(rms_norm(qkv[:, :, heads : heads + kv_heads], layer.k_norm, c.rms_norm_eps), cos, sin)
-            out = self.cache.attend(i, q, k, qkv[:, :, heads + kv_heads :], block, d**-0.5)
+            out = self.cache.attend(i, q, k, qkv[:, :, heads + kv_heads :], block, d**-0.5, self.window + (self.window > 0))
             x = x + layer.o(out.reshape(1, n, heads * d))
             x = x + swiglu(rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.gate_up, layer.down)
         return rms_norm(x, self.norm, c.rms_norm_eps)

@@ -42,6 +42,7 @@ class Eagle3Drafter:
         self.config, self.taps, self.max_draft = c, c.taps, max_draft
         self.pending_limit = pending_limit
         self.calibration: Calibration | None = None  # None: its probabilities are taken as they are
+        self.window = 0  # a row sees so many of the newest rows, itself included; 0: all
         self.embed = w.get("embed_tokens.weight", target.embed)
         a, m = "layers.0.self_attn.", "layers.0.mlp."
         self.fc, self.norm = Linear([w["fc.weight"]]), w["norm.weight"]
@@ -172,7 +173,7 @@ class Eagle3Drafter:
         if self.q_norm is not None:
             q = rms_norm(q, self.q_norm, c.rms_norm_eps)
         q = apply_rope(q, *(table[where] for table in self.tables))
-        out = self.cache.attend(0, q, k, v, block, c.head_dim**-0.5)
+        out = self.cache.attend(0, q, k, v, block, c.head_dim**-0.5, self.window)
         residual = rms_norm(hidden, self.hidden_norm, c.rms_norm_eps) if c.norm_before_residual else hidden
         hidden = residual + self.o(out.reshape(1, t, c.num_heads * c.head_dim))
         hidden = hidden + swiglu(rms_norm(hidden, self.post_norm, c.rms_norm_eps), self.gate_up, self.down)

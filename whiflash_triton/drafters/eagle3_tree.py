@@ -47,11 +47,12 @@ def propose(
     own_bits = _own_bits(1 + top_k * (depth - 1), device)
     first, words, frontier, scores = 0, own_bits[:1], _zeros(device), _zeros(device).double()
     pool: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []  # tokens, parents, depths, scores
+    levels = [1]  # rows of every level
     base = 1  # pool index of the level's first node; the root is 0
     for level in range(1, depth + 1):
         rows = tokens.shape[1]
         visible = None if cache.uses_scratch else words_to_mask(words, first + rows)
-        block = Block(words, None, visible, cache.length, first, rows, not cache.uses_scratch)
+        block = Block(words, _depths(tuple(levels), device), visible, cache.length, first, rows, not cache.uses_scratch)
         hidden, normed = drafter.forward(hidden, tokens, level - 1, block)
         steps, found = likeliest(drafter.head(normed)[0], top_k)  # [rows, k]
         if calibration is not None:
@@ -67,11 +68,18 @@ def propose(
                 break
         parents = best // width
         first += rows
+        levels.append(len(best))
         words = words[parents] | own_bits[first : first + len(best)]
         frontier, base = base + best, base + len(grown)
         hidden, tokens, scores = hidden[:, parents], found[best][None], grown[best]
     cache.shift(1)
     return best_nodes(anchor[0], *(torch.cat(part) for part in zip(*pool, strict=True)), size)
+
+
+@lru_cache(maxsize=256)
+def _depths(levels: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 [rows] of rows that come level by level."""
+    return torch.tensor([depth for depth, rows in enumerate(levels) for _ in range(rows)], dtype=torch.int32, device=device)
 
 
 def _worst_kept(scores: list[torch.Tensor], size: int) -> torch.Tensor | float:
