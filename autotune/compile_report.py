@@ -61,6 +61,8 @@ def compile_kernel(
         types[name] = kind
         if kind.startswith("*") or aligned:
             attrs[(index,)] = [["tt.divisibility", 16]]
+        elif kind == "constexpr" or (kind[0] == "i" and not fn.params[index].do_not_specialize):
+            attrs[(index,)] = []  # as a launch has it: then Triton's cache serves the launch too
     source = ASTSource(fn, types, {(fn.arg_names.index(name),): value for name, value in constexprs.items()}, attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

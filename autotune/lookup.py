@@ -12,7 +12,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -38,9 +39,33 @@ def pick(kernel: str, **key: int | str | torch.dtype) -> dict[str, Any]:
     The entry is the exact one for this device, else the nearest one that shares its discrete fields (sum of base-2
     logarithms of the ratios), else the same from the defaults. Raises ``LookupError`` where those have none either.
     """
-    device = device_name(torch.cuda.current_device()) if torch.cuda.is_available() else "default"
-    fields = tuple(sorted((name, DTYPE_NAMES.get(value, value)) for name, value in key.items()))
-    return dict(_resolve(kernel, device, fields))
+    return dict(_answer(kernel, {name: DTYPE_NAMES.get(value, value) for name, value in key.items()}))
+
+
+def find(kernel: str, key: dict[str, int | str], device: str | None = None) -> dict[str, Any]:
+    """What the files say for ``key``, dtypes by name, on ``device`` (None: this one); see `pick`."""
+    device = device or (device_name(torch.cuda.current_device()) if torch.cuda.is_available() else "default")
+    return dict(_resolve(kernel, device, tuple(sorted(key.items()))))
+
+
+_answer = find
+
+
+@contextmanager
+def answered_by(answer: Callable[[str, dict[str, int | str]], dict[str, Any]]) -> Iterator[None]:
+    """Within, ``answer(kernel, key)`` chooses the launch options instead of the files: how tuning tries them."""
+    global _answer
+    before, _answer = _answer, answer
+    try:
+        yield
+    finally:
+        _answer = before
+
+
+def forget() -> None:
+    """Read the files anew at the next look-up."""
+    _load.cache_clear()
+    _resolve.cache_clear()
 
 
 @functools.cache
@@ -55,6 +80,11 @@ def shipped(kernel: str) -> Iterator[Shipped]:
         content = _load(device, kernel)
         for text, config in content.get("entries", {}).items():
             yield Shipped(device, content.get("arch"), parse_key(text), config)
+
+
+def key_text(key: dict[str, int | str]) -> str:
+    """``{"dtype": "fp16", "D": 64}`` -> ``"D=64,dtype=fp16"``, as a file names an entry."""
+    return ",".join(f"{name}={value}" for name, value in sorted(key.items()))
 
 
 def parse_key(text: str) -> dict[str, int | str]:

@@ -1,4 +1,4 @@
-"""`whiflash`: generate, demo, info, bench and train."""
+"""`whiflash`: generate, demo, info, bench, train and tune."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     from . import __version__
+    from .autotune.generate import add_tune_parser
     from .evaluate import add_bench_parser
     from .options import add_sampling
     from .training.commands import add_train_parser
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_bench_parser(commands)
     add_train_parser(commands)
+    add_tune_parser(commands)
     return parser
 
 
