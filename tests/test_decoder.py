@@ -13,6 +13,7 @@ from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer
 from tests.oracle import RandomRouter, Recorder, build, byte_tokenizer, decoder_parts, hf_generate, load_decoder, prompt_ids
 from whiflash_triton import Output, WhiFlashDecoder
 from whiflash_triton.arms import Arm
+from whiflash_triton.decoder import _warn_of_thinking
 
 ARMS = [Arm("ar"), Arm("dflash", 4), Arm("eagle3", 3), Arm("dflash", 1)]
 
@@ -70,6 +71,17 @@ def test_every_spelling_of_a_prompt(parts, decoder):
     assert parts.tokenizer.decode(loud) == "user: Café\nLOUD assistant: "
     opened = decoder.generate(chat, max_new_tokens=1, chat_template_kwargs={"add_generation_prompt": False}).sequences[0, :-1]
     assert parts.tokenizer.decode(opened) == "user: Café\n"
+
+
+def test_thinking_mode_is_warned_of_once(parts, decoder, monkeypatch, caplog):
+    template = "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}{{ messages[0].content }}"
+    monkeypatch.setattr(decoder.tokenizer, "chat_template", template)
+    _warn_of_thinking.cache_clear()
+    decoder.generate("Hi", max_new_tokens=1, chat_template_kwargs={"enable_thinking": False})
+    assert not caplog.records
+    for _ in range(2):
+        decoder.generate("Hi", max_new_tokens=1)
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "enable_thinking" in caplog.text
 
 
 def test_text_without_a_chat_template(parts):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -22,6 +24,9 @@ from .scheduler import Step, Stream, Workspace
 from .stats import Output, Round, Stats
 from .target import Target
 from .weights import load_target
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -269,11 +274,22 @@ class WhiFlashDecoder:
     def _chat(self, messages: list[dict], template_kwargs: dict) -> list[int]:
         if not self._has_template():
             raise ValueError("the tokenizer has no chat template: give text or input ids instead of messages")
+        if self.drafters and "enable_thinking" in self.tokenizer.chat_template and template_kwargs.get("enable_thinking", True):
+            _warn_of_thinking()
         options = {"add_generation_prompt": True, "return_dict": False} | template_kwargs
         return list(self.tokenizer.apply_chat_template(messages, **options))
 
     def _decode(self, tokens: list[int]) -> str:
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@lru_cache(maxsize=1)
+def _warn_of_thinking() -> None:
+    """Once a process. A checkpoint does not say what its drafter was trained on."""
+    log.warning(
+        "thinking mode is on: a drafter trained without it (z-lab's for Qwen3 are) has 25% of its tokens accepted where it had 60%; "
+        "chat_template_kwargs={'enable_thinking': False} turns it off"
+    )
 
 
 def _place(target, device, dtype) -> tuple[torch.device, torch.dtype]:
