@@ -92,6 +92,7 @@ def add_bench_parser(subparsers) -> None:
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="default: what the device is fast in")
     p.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     p.add_argument("--max-cache-len", type=int, default=4096)
+    p.add_argument("--draft-window", type=int, help="drafters look at so many of the newest rows only (default: all)")
     p.add_argument("--threads", type=int, help="PyTorch's CPU threads")
     p.add_argument("--chat-template-kwargs", metavar="JSON", default="{}", help="""as in '{"enable_thinking": false}'""")
     add_sampling(p)
@@ -251,6 +252,7 @@ def settings_of(
         "threads": torch.get_num_threads(),
         "options": options | {"max_new_tokens": args.max_new_tokens},
         "chat_template_kwargs": args.chat_template_kwargs,
+        "draft_window": args.draft_window,
         "repeats": args.repeats,
         "replay": args.replay,
         "prompts": {"source": source, "count": len(prompts), "split": args.split, "sha256": digest},
