@@ -45,6 +45,23 @@ def compile_kernel(
     16-byte aligned, and integers written ``"i32:16"`` or ``"i64:16"`` as multiples of 16, as the launcher would.
     With ``strict``, raises ``KernelTooLarge`` on register spills or on shared memory over the architecture's limit.
     """
+    kernel = compile_binary(fn, signature, constexprs, arch, num_warps, num_stages)
+    registers, stack = _resource_usage(kernel.asm["cubin"])
+    spills = _spill_bytes(kernel.asm["ptx"], arch) if stack else 0  # spills live in the stack frame: no frame, no spill
+    report = CompileReport(arch, registers, stack, spills, kernel.metadata.shared)
+    if strict and (spills or report.shared > SHARED_LIMIT[arch]):
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        raise KernelTooLarge(
+            f"{fn.__name__} for sm_{arch} with {constexprs}, {options}: {spills} bytes of register spills, "
+            f"{report.shared} bytes of shared memory (limit {SHARED_LIMIT[arch]}); use smaller blocks or more warps"
+        )
+    return report
+
+
+def compile_binary(
+    fn: Any, signature: dict[str, str], constexprs: dict[str, Any], arch: int, num_warps: int = 4, num_stages: int = 2
+) -> Any:
+    """Triton's compiled kernel for the arguments of `compile_kernel`: ``asm["cubin"]``, ``asm["ptx"]``, ``metadata``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -65,16 +82,7 @@ def compile_kernel(
             attrs[(index,)] = []  # as a launch has it: then Triton's cache serves the launch too
     source = ASTSource(fn, types, {(fn.arg_names.index(name),): value for name, value in constexprs.items()}, attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, stack = _resource_usage(kernel.asm["cubin"])
-    spills = _spill_bytes(kernel.asm["ptx"], arch) if stack else 0  # spills live in the stack frame: no frame, no spill
-    report = CompileReport(arch, registers, stack, spills, kernel.metadata.shared)
-    if strict and (spills or report.shared > SHARED_LIMIT[arch]):
-        raise KernelTooLarge(
-            f"{fn.__name__} for sm_{arch} with {constexprs}, {options}: {spills} bytes of register spills, "
-            f"{report.shared} bytes of shared memory (limit {SHARED_LIMIT[arch]}); use smaller blocks or more warps"
-        )
-    return report
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
