@@ -84,15 +84,22 @@ def _product_kernel(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
     tl.store(out_ptr + offs, tl.dot(x, x, input_precision="ieee").to(out_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _centre_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, x - tl.sum(x, 0) / BLOCK)
+
+
 @pytest.mark.compile
 def test_the_checks_can_fail():
-    def counts(dtype: str, block: int, stride: str) -> Counter:
-        types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "stride": stride}
-        return opcodes(compile_binary(_product_kernel, types, {"BLOCK": block}, 80, num_warps=1).asm["cubin"])
+    def counts(fn, dtype: str, block: int, **stride: str) -> Counter:
+        types = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", **stride}
+        return opcodes(compile_binary(fn, types, {"BLOCK": block}, 80, num_warps=1).asm["cubin"])
 
-    half = counts("fp16", 32, "i32:16")
+    half = counts(_product_kernel, "fp16", 32, stride="i32:16")
     assert found(TENSOR_CORES[80], half) and found(WIDE_LOAD, half) and not found(LOCAL_MEMORY, half)
-    narrow = counts("fp16", 32, "i32")  # rows that begin anywhere
+    narrow = counts(_product_kernel, "fp16", 32, stride="i32")  # rows that begin anywhere
     assert found(r"LDG", narrow) and not found(WIDE_LOAD, narrow)
-    plain = counts("fp32", 64, "i32:16")  # no tensor cores, and spills
-    assert found(LOCAL_MEMORY, plain) and not found(TENSOR_CORES[80], plain)
+    assert not found(TENSOR_CORES[80], counts(_product_kernel, "fp32", 16, stride="i32:16"))
+    assert found(LOCAL_MEMORY, counts(_centre_kernel, "fp32", 16384))  # 512 values a thread
