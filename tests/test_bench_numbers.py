@@ -100,7 +100,7 @@ def test_speeds_ratios_best_arms_and_oracle_by_hand():
         assert report["sides"][side]["spread_over_repeats"] == pytest.approx(0.2)
     assert rows["dflash:2"]["median"] == pytest.approx(5.0) and rows["dflash:2"]["quartiles"] == pytest.approx([3.75, 7.5])
     # On the tuning prompts a and b: ar 4 s, dflash:2 5 s, dflash:4 5.5 s.
-    assert report["chosen_on"] == "tuning prompts"
+    assert report["chosen_on"] == "the tuning prompts"
     assert report["bases"] == {"plain": "ar", "best_single": "ar", "best_tree": "ddtree:8", "peer:hf": "peer:hf"}
     assert report["sizes"]["dflash"]["best"] == "dflash:2"
     assert report["sizes"]["dflash"]["speeds"] == pytest.approx({"dflash:2": 20 / 5, "dflash:4": 20 / 5.5})
@@ -181,7 +181,7 @@ def test_markdown_of_one_prompt_has_no_intervals_and_of_no_arms_no_oracle():
     results = summarise(collect(prompts[:1], sides, runs, 1, False), {}, sides)
     settings = {
         "device": "cpu", "threads": 2, "dtype": "bfloat16", "target": "t", "drafters": {}, "options": {"max_new_tokens": 10},
-        "replay": False, "prompts": {"source": "p.jsonl", "split": "tune"},
+        "draft_window": 64, "graphs": None, "replay": False, "prompts": {"source": "p.jsonl", "split": "tune"},
     }  # fmt: skip
     text = render(
         {
@@ -194,7 +194,12 @@ def test_markdown_of_one_prompt_has_no_intervals_and_of_no_arms_no_oracle():
     assert [cell.strip() for cell in total.split("|")[1:-1]] == [
         "`entropy`", "3.00", "10.00", "10.00 (10.00 to 10.00)", "4.00", "", "ar 100%",
     ]  # fmt: skip
-    assert "oracle per prompt" not in text and "near ties may fall the other way" in text and "a CPU" in text
+    assert (
+        "oracle per prompt" not in text
+        and "near ties may fall the other way" in text
+        and "a CPU" in text
+        and "draft_window 64" in text
+    )
 
 
 def write(path, rows) -> None:

@@ -6,9 +6,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.tiny_folder import save_folders
 from whiflash_triton import evaluate
+from whiflash_triton.checkpoints import RouterConfig, save_router
 from whiflash_triton.cli import main
 from whiflash_triton.evaluation import runs as runs_module
 from whiflash_triton.stats import PHASES, Output
@@ -60,7 +62,9 @@ def paced(monkeypatch, seconds=lambda side, ids: 30.0, stop_at: int | None = Non
 
 def test_totals_groups_and_equality_with_transformers(tiny, prompts, capsys):
     arms, routers = "ar,dflash:3,ddtree:6,eagle3:2", "random,entropy"
-    code, report = bench(tiny, prompts, capsys, "--arms", arms, "--routers", routers, "--peers", "hf,prompt-lookup:3")
+    code, report = bench(
+        tiny, prompts, capsys, "--arms", arms, "--routers", routers, "--peers", "hf,prompt-lookup:3", "--graphs", "1"
+    )
     assert code == 0 and report["complete"] and report["results"]["prompts"] == 4 and report["results"]["texts"] == TURNS
     sides = sides_of(report)
     assert list(sides) == [*arms.split(","), *routers.split(","), "peer:hf", "peer:prompt-lookup:3"]
@@ -204,6 +208,20 @@ def test_the_table_of_costs_is_kept(tiny, prompts, capsys, tmp_path, monkeypatch
     table = (tmp_path / "costs.json").read_bytes()
     monkeypatch.setattr("whiflash_triton.loading.measure_costs", None)  # it is not measured again
     assert bench(tiny, prompts, capsys, *options)[0] == 0 and (tmp_path / "costs.json").read_bytes() == table
+
+
+def test_a_neural_router_by_path_or_as_shipped(tiny, prompts, capsys, tmp_path, monkeypatch):
+    hidden, g = 48, torch.Generator().manual_seed(0)
+    config = RouterConfig(hidden, 4, 0.0, "diffusion", True)
+    weights = {"w1": (4, hidden), "b1": (4,), "w2": (4,), "b2": (1,)}
+    save_router(tmp_path / "router", config, {name: torch.randn(*shape, generator=g) for name, shape in weights.items()})
+    inner = evaluate.resolve_source
+    monkeypatch.setattr(evaluate, "resolve_source", lambda target: (inner(target)[0], {"router": tmp_path / "router"}))
+    path = f"neural:{tmp_path / 'router'}"
+    code, report = bench(tiny, prompts, capsys, "--arms", "ar", "--routers", f"{path},neural", "--limit", "2")
+    sides = report["results"]["sides"]
+    assert code == 0 and report["routers"] == [path, "neural"] and sides[path]["rounds"] == sides["neural"]["rounds"]
+    assert len(sides["neural"]["rounds"]) > 1 and report["settings"]["router_files"].keys() == {str(tmp_path / "router")}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -95,6 +96,9 @@ def add_bench_parser(subparsers) -> None:
     p.add_argument("--draft-window", type=int, help="drafters look at so many of the newest rows only (default: all)")
     p.add_argument("--threads", type=int, help="PyTorch's CPU threads")
     p.add_argument("--chat-template-kwargs", metavar="JSON", default="{}", help="""as in '{"enable_thinking": false}'""")
+    p.add_argument(
+        "--graphs", type=int, choices=(0, 1), help="on CUDA: rounds as graphs, so many ahead of the host (default: none)"
+    )
     add_sampling(p)
     p.add_argument("--replay", action="store_true", help="decode plainly, then only draft along that text: tau of arms, no speed")
     p.add_argument("--out", type=Path, metavar="DIR", help="runs.jsonl (kept as it goes), report.json and report.md go there")
@@ -118,12 +122,17 @@ def run_bench(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     decoder = load_decoder(args)
     check_room(decoder, chosen, args.max_new_tokens, template_kwargs)
     routers = make_routers(args, decoder, assets)
+    if args.graphs is not None:
+        decoder.use_router(RandomRouter(tuple(dict.fromkeys(arm for router in routers.values() for arm in router.arms))))
+        decoder.warmup(args.graphs)
     arms = {name: router.arms[0] for name, router in routers.items() if name not in listed(args.routers)}
     sides = {name: routed_side(decoder, router, options) for name, router in routers.items()}
     sides |= make_peers(decoder, args.target, paths.get("dflash"), listed(args.peers), options)
     if not sides:
         raise ValueError("give --arms, --routers or --peers: there is nothing to run")
     settings, machine = settings_of(args, decoder, list(sides), options, chosen, paths, assets), describe_machine()
+    if any(name.startswith("peer:dflash") for name in sides):
+        machine["versions"]["dflash"] = version("dflash")
     settings["machine"] = {name: machine[name] for name in ("cpu", "cores", "gpus", "versions")}
     runs, reference = Runs(args.out, settings), PLAIN if PLAIN in sides else next(iter(sides))
     asked = sum(len(p.turns) for p in chosen) * len(sides) * (1 if args.replay else args.repeats)
@@ -253,6 +262,7 @@ def settings_of(
         "options": options | {"max_new_tokens": args.max_new_tokens},
         "chat_template_kwargs": args.chat_template_kwargs,
         "draft_window": args.draft_window,
+        "graphs": args.graphs,
         "repeats": args.repeats,
         "replay": args.replay,
         "prompts": {"source": source, "count": len(prompts), "split": args.split, "sha256": digest},

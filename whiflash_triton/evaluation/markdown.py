@@ -34,6 +34,8 @@ def _head(report: dict) -> str:
     counts = ", ".join(f"{group} {scope['prompts']}" for group, scope in r["groups"].items())
     options = ", ".join(f"{name} {value}" for name, value in s["options"].items())
     drafters = ", ".join(f"{kind} {told['path']} ({told['sha256']})" for kind, told in s["drafters"].items())
+    more = [f"draft_window {s['draft_window']}"] * (s["draft_window"] is not None)
+    more += [f"CUDA graphs, {s['graphs']} rounds ahead"] * (s["graphs"] is not None)
     cut = "" if report["complete"] else f" of {report['asked']} asked for; the same command with the same --out goes on"
     sampling = "sampled" if s["options"].get("do_sample") else "greedy"
     return "\n".join(
@@ -45,7 +47,7 @@ def _head(report: dict) -> str:
             f"- Hardware: {hardware}, {s['threads']} CPU threads of {m['cores']} cores; {s['dtype']} on {s['device']}; {versions}.",
             f"- Models: target {s['target']}; drafters {drafters or 'none'}.",
             f"- Data: {s['prompts']['source']}, split {s['prompts']['split']}, {r['prompts']} prompts with {r['texts']} turns "
-            f"({counts}){cut}; {sampling}, {options}; {r['repeats']} repeats.",
+            f"({counts}){cut}; {sampling}, {', '.join([options, *more])}; {r['repeats']} repeats.",
             f"- {_what_is_measured(s)}",
         ]
     )
@@ -71,11 +73,11 @@ def _totals(report: dict) -> list[str]:
     notes = []
     for role, what in (("best_single", "single-source arm"), ("best_tree", "tree or mixed arm")):
         if role in r["bases"]:
-            notes.append(f"Best static {what}: `{r['bases'][role]}`, chosen on the {r['chosen_on']}.")
+            notes.append(f"Best static {what}: `{r['bases'][role]}`, chosen on {r['chosen_on']}.")
     if r["scopes"]["all"]["oracle"]:
         notes.append(
-            "The oracle is one per prompt, not per round: the static arm that did best on that prompt. Share of its gain: how much of "
-            "the way from the one static arm that did best on all these prompts to it."
+            "The oracle is one per prompt, not per round: the static arm that did best on that prompt. Share of its gain: how much "
+            "of the way from the one static arm that did best on all these prompts to it."
         )
         if not report["settings"]["replay"]:
             notes.append("It knows the clock's noise, which flatters it.")
@@ -156,7 +158,7 @@ def _sizes(report: dict) -> str:
         [kind, f"`{told['best']}`", ", ".join(f"{name} {speed:.2f}" for name, speed in told["speeds"].items())]
         for kind, told in several.items()
     ]
-    return f"## Best size of each kind, on the {r['chosen_on']}\n\n{table(['kind', 'best', f'{unit} of its sizes'], rows)}"
+    return f"## Best size of each kind, on {r['chosen_on']}\n\n{table(['kind', 'best', f'{unit} of its sizes'], rows)}"
 
 
 def _agreement(report: dict) -> str:

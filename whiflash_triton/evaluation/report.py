@@ -94,7 +94,7 @@ def summarise(data: Data, arms: dict[str, Arm], sides: list[str]) -> dict:
     The best static arms are chosen on the tuning prompts where there are any, else on all: that favours them.
     """
     tuning = data.only(lambda p: p.part == PARTS[0])
-    chosen_on, chooser = ("tuning prompts", tuning) if tuning.prompts else ("all prompts of this run", data)
+    chosen_on, chooser = ("the tuning prompts", tuning) if tuning.prompts else ("all prompts of this run", data)
     single = [name for name, arm in arms.items() if arm.kind in SINGLE]
     branched = [name for name in arms if name not in single]
     bases = {"plain": PLAIN if PLAIN in arms else None, "best_single": chooser.best(single), "best_tree": chooser.best(branched)}
