@@ -12,7 +12,7 @@ def markdown(results: dict) -> str:
     lines = [f"# {title}", "", f"Started {results['started']}, {results['minutes']:g} minutes.", ""]
     lines += _table("step status seconds box", ([r["name"], r["status"], r["seconds"], r["box"]] for r in steps.values()))
     sections = {
-        "environment": _environment,
+        "environment": _plain,
         "correctness": _correctness,
         "rounds-4b": _rounds,
         "rounds-8b": _rounds,
@@ -37,11 +37,7 @@ def _table(header: str, rows: Iterable[Iterable]) -> list[str]:
 
 
 def _plain(content: dict) -> list[str]:
-    return [*(f"- {name}: {value}" for name, value in content.items()), ""]
-
-
-def _environment(content: dict) -> list[str]:
-    return _plain({name: value for name, value in content.items() if value is not None})
+    return [*(f"- {name}: {value}" for name, value in content.items() if value is not None), ""]
 
 
 def _correctness(content: dict) -> list[str]:

@@ -220,7 +220,7 @@ def test_kernel_rows_in_the_report():
 
 @pytest.mark.slow
 def test_rehearsal(tmp_path):
-    command = [sys.executable, "benchmarks/gpu_day.py", "--cpu-rehearsal", "--out", str(tmp_path)]
+    command = [sys.executable, "benchmarks/gpu_day.py", "--cpu-rehearsal", "--minutes", "30", "--out", str(tmp_path)]
     result = subprocess.run(command, cwd=gpu_day.ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + (tmp_path / "report.md").read_text()
     results = json.loads((tmp_path / "results.json").read_text())
