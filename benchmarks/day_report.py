@@ -47,9 +47,10 @@ def _correctness(content: dict) -> list[str]:
 
 
 def _rounds(content: dict) -> list[str]:
-    """A round left alone, against its bytes at the measured copy bandwidth; its phases, each waiting for the device."""
+    """A round left alone, against its bytes at the measured copy bandwidth, and its phases."""
     lines = [
-        "Random weights in the model's shapes. `ms` is a round left alone, the phases are those of rounds that wait after each.",
+        "Random weights in the model's shapes. `ms` is a round left alone. Phases: eager, those of rounds that wait for the device "
+        "after each; in graphs a round is one piece, `draft` the host's time to launch it and `accept` its wait for the tokens.",
         "",
     ]
     rows = content.get("rounds", [])
@@ -60,11 +61,13 @@ def _rounds(content: dict) -> list[str]:
     keys = "mode context from to caught_up first_ms steady_ms cost_ms share_of_round"
     lines += ["Switches: the first round of an arm against its later ones.", "", *_rows(keys, content.get("switches", []))]
     lines += ["Prompt, drafters' taps included:", "", *_rows("mode context ms", content.get("prefill", []))]
+    if content.get("captures"):
+        lines += ["Warm-up:", "", *_rows("mode context graphs seconds bytes", content["captures"])]
     lines += ["Routed rounds:", "", *_rows("mode context router arms ms", content.get("routed", []))]
     if content.get("profile"):
-        lines += ["Where a round's time goes, each kernel's share of one round:", "", *_rows("name calls us", content["profile"])]
+        lines += ["What the device does in one round:", "", *_rows("mode name calls us", content["profile"])]
     if content.get("not_reached"):
-        lines += [f"Not reached in time: contexts {content['not_reached']}.", ""]
+        lines += [f"Not reached in time: context {'; '.join(content['not_reached'])}.", ""]
     return lines
 
 

@@ -184,6 +184,7 @@ def rounds(day: Day, name: str) -> None:
     measure(Setup(*setup, peaks, day.left, save))
 
 
+MODES = ((None, ""), (1, ", graphs, a round ahead"))
 ROUTERS = {
     "tiny": ["static:dflash:7", "static:ddtree:16", "static:eagle3:5", "static:eagle3-tree:16", "static:mixed:16", "entropy"]
 }
@@ -194,7 +195,7 @@ ROUTERS["smollm2"] = [
 
 
 def tiny(day: Day) -> None:
-    """Float32, where every text must be the plain one, then bfloat16."""
+    """Float32, where every text must be the plain one, then bfloat16; each as it comes, then in graphs."""
     import random
 
     from benchmarks.end_to_end import compare
@@ -207,10 +208,14 @@ def tiny(day: Day) -> None:
     for dtype in ["float32"] if day.rehearsal else ["float32", "bfloat16"]:
         options = dict(dflash=folder / "dflash", eagle3=folder / "eagle3", device=day.device, dtype=dtype, max_cache_len=256)
         decoder = WhiFlashDecoder.from_pretrained(str(folder / "target"), **options)
-        tokens = 16 if day.rehearsal else 64
-        rows = compare(decoder, prompts, ROUTERS["tiny"], tokens, day.left, lambda rows, dtype=dtype: day.save(**{dtype: rows}))
-        if dtype == "float32" and (bad := [row["router"] for row in rows if row["same_texts"] < row["texts"]]):
-            raise RuntimeError(f"float32 texts differ from plain decoding's under {', '.join(bad)}")
+        for ahead, name in MODES:
+            rows = compare(
+                *(decoder, prompts, ROUTERS["tiny"], 16 if day.rehearsal else 64, day.left),
+                lambda rows, name=f"{dtype}{name}": day.save(**{name: rows}),
+                ahead,
+            )
+            if dtype == "float32" and (bad := [row["router"] for row in rows if row["same_texts"] < row["texts"]]):
+                raise RuntimeError(f"float32 texts differ from plain decoding's under {', '.join(bad)}{name}")
 
 
 def smollm2(day: Day) -> None:
@@ -228,7 +233,9 @@ def smollm2(day: Day) -> None:
         prompts = [[{"role": "user", "content": text}] for _, text in PROMPTS[: 1 if day.rehearsal else None]]
         specs = ROUTERS["smollm2"][:1] if day.rehearsal else ROUTERS["smollm2"]
         dtype = str(decoder.target.dtype).removeprefix("torch.")
-        compare(decoder, prompts, specs, 8 if day.rehearsal else 128, day.left, lambda rows: day.save(**{dtype: rows}))
+        for ahead, name in MODES:
+            save = lambda rows, name=f"{dtype}{name}": day.save(**{name: rows})  # noqa: E731
+            compare(decoder, prompts, specs, 8 if day.rehearsal else 128, day.left, save, ahead)
 
 
 def sanitizer(day: Day) -> None:

@@ -15,6 +15,8 @@ import torch
 from whiflash_triton.decoder import WhiFlashDecoder
 from whiflash_triton.loading import build_router
 
+from .rounds import Script
+
 PLAIN = "static:ar"
 
 
@@ -49,9 +51,17 @@ def compare(
     new_tokens: int,
     left: Callable[[], float],
     save: Callable[[list[dict]], None],
+    ahead: int | None = None,
 ) -> list[dict]:
-    """One row a router, plain first; the order turns round with every prompt. Stops between prompts when time runs out."""
+    """One row a router, plain first; the order turns round with every prompt. Stops between prompts when time runs out.
+
+    ahead: warm up all the routers' arms for rounds on the device, plain ones too; empty where nothing is captured.
+    """
     routers = {spec: build_router(spec, decoder.drafters, decoder.target) for spec in (PLAIN, *specs)}
+    if ahead is not None:
+        decoder.use_router(Script([arm for router in routers.values() for arm in router.arms]))
+        if not decoder.warmup(ahead)["graphs"]:
+            return []
     sides = {spec: Side() for spec in routers}
     for router in routers.values():  # compiles, and fills what is made at first use
         decoder.use_router(router)

@@ -27,13 +27,13 @@ from benchmarks.day_report import markdown  # noqa: E402
 # (step, share of the time), what tells most first. What a step leaves of its time goes to those after it.
 SHARES = {
     "environment": 0.4,
-    "correctness": 2.4,
-    "rounds-4b": 1.6,
-    "kernels": 1.8,
+    "correctness": 2.0,
+    "rounds-4b": 2.4,
+    "kernels": 1.7,
     "tiny": 0.5,
     "smollm2": 0.7,
     "tune": 1.4,
-    "rounds-8b": 0.9,
+    "rounds-8b": 1.2,
     "sanitizer": 0.7,
 }
 START = 15.0  # seconds that a step gets beside its share: the interpreter, PyTorch and the driver have to start

@@ -46,24 +46,27 @@ def random_target(c: TargetConfig, device: torch.device, dtype: torch.dtype) -> 
     return Target(c, embed, layers, w(h), embed if c.tied else w(c.vocab_size, h))
 
 
-def random_dflash(model: Model, target: Target, rows: int) -> DFlashDrafter:
-    """rows: committed rows its cache holds."""
+def random_dflash(model: Model, target: Target, rows: int, scratch: bool | None = None) -> DFlashDrafter:
+    """rows: committed rows its cache holds; scratch as in KVCache."""
     c, tensors = model.dflash, _tensors(dflash_shapes(model.dflash), target)
     if c.draft_vocab_size is not None:
         tensors["draft_ids"] = torch.arange(c.draft_vocab_size)
-    return DFlashDrafter(c, tensors, target, rows)
+    return DFlashDrafter(c, tensors, target, rows, scratch=scratch)
 
 
-def random_eagle3(model: Model, target: Target, rows: int) -> Eagle3Drafter:
-    c = model.eagle3
-    return Eagle3Drafter(c, _tensors(eagle3_shapes(c), target) | {"draft_ids": torch.arange(c.draft_vocab_size)}, target, rows)
+def random_eagle3(model: Model, target: Target, rows: int, scratch: bool | None = None) -> Eagle3Drafter:
+    c, tensors = model.eagle3, _tensors(eagle3_shapes(model.eagle3), target)
+    return Eagle3Drafter(c, tensors | {"draft_ids": torch.arange(c.draft_vocab_size)}, target, rows, scratch=scratch)
 
 
 def _tensors(shapes: dict[str, tuple[int, ...]], target: Target) -> dict[str, torch.Tensor]:
     return {name: _weight(target.device, target.dtype, *shape) for name, shape in shapes.items()}
 
 
-def random_decoder(model: Model, target: Target, rows: int, router: Router, **options) -> WhiFlashDecoder:
-    """Both drafters over `target`, caches of `rows`; options go to WhiFlashDecoder as they are."""
-    drafters = {"dflash": random_dflash(model, target, rows), "eagle3": random_eagle3(model, target, rows)}
-    return WhiFlashDecoder(target, None, drafters, router, rows, [], **options)
+def random_decoder(model: Model, target: Target, rows: int, router: Router) -> WhiFlashDecoder:
+    """Both drafters over `target`, caches of `rows`; on a CPU too their draft rows wait in scratch, as on CUDA."""
+    drafters = {"dflash": random_dflash(model, target, rows, True), "eagle3": random_eagle3(model, target, rows, True)}
+    decoder = WhiFlashDecoder(target, None, drafters, router, rows, [])
+    if not decoder.work.cache.uses_scratch:
+        decoder.work.replace_cache(target.new_cache(rows, decoder.work.cache.draft_rows, scratch=True))
+    return decoder

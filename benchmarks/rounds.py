@@ -28,8 +28,9 @@ from .random_model import random_decoder, random_target
 from .roofline import Peaks, round_costs
 from .shapes import Model
 
-# A way to run rounds, and the options of WhiFlashDecoder that ask for it.
-MODES: dict[str, dict] = {"eager": {}}
+# Ways to run rounds: as they come, or what WhiFlashDecoder.warmup prepares with so many rounds ahead of the host's reading.
+MODES: dict[str, int | None] = {"eager": None, "graphs": 0, "graphs, a round ahead": 1}
+TABLES = ("rounds", "switches", "prefill", "captures", "routed", "profile", "not_reached")
 WARM_UP, MEASURED = 3, 8  # rounds of an arm
 ROOM = 1024  # rows beyond the context, for what the rounds commit and draft
 
@@ -62,89 +63,119 @@ class Setup:
 
 
 def measure(setup: Setup) -> dict[str, list]:
-    """Tables `rounds`, `switches`, `prefill`, `routed` and `profile`, saved after every context; stops when time runs out."""
+    """Tables of rows by name, saved whenever one has grown; stops when time runs out."""
     target = random_target(setup.model.target, setup.device, setup.dtype)
-    tables: dict[str, list] = {name: [] for name in ("rounds", "switches", "prefill", "routed", "profile", "not_reached")}
+    tables: dict[str, list] = {name: [] for name in TABLES}
     spent = 0.0
     for context in setup.contexts:
         if setup.left() < 1.5 * spent:  # a longer context takes longer than the last one did
-            tables["not_reached"].append(context)
+            tables["not_reached"].append(str(context))
             continue
         begin = time.perf_counter()
-        for mode, options in MODES.items():
-            _one_context(setup, target, context, mode, options, tables)
-            setup.save(tables)
+        _one_context(setup, target, context, tables)
         spent = time.perf_counter() - begin
     setup.save(tables)
     return tables
 
 
 @torch.inference_mode()
-def _one_context(setup: Setup, target: Target, context: int, mode: str, options: dict, tables: dict[str, list]) -> None:
-    decoder = random_decoder(setup.model, target, context + ROOM, StaticRouter(Arm("ar")), **options)
-    ids = torch.randint(setup.model.target.vocab_size, (context,), generator=torch.Generator().manual_seed(context)).tolist()
+def _one_context(setup: Setup, target: Target, context: int, tables: dict[str, list]) -> None:
+    """Every mode over one decoder, plain rounds first: what `warmup` prepares stays."""
     warm_up = [arm for arm in setup.arms for _ in range(WARM_UP)]
     script = warm_up + [arm for arm in setup.arms for _ in range(1 + MEASURED)]
-    where = {"model": setup.name, "mode": mode, "context": context}
-    play(decoder, Script(warm_up), ids[:16], len(warm_up))  # compiles
-    prefill, free = play(decoder, Script(script), ids, len(script))
-    with waiting_clock(setup.device):
-        _, waited = play(decoder, Script(script), ids, len(script))
-    tables["prefill"].append(where | {"ms": _ms(prefill)})
+    decoder = random_decoder(setup.model, target, context + ROOM, Script(script))
+    ids = torch.randint(setup.model.target.vocab_size, (context,), generator=torch.Generator().manual_seed(context)).tolist()
+    pair = [next((arm for arm in setup.arms if arm.kind == kind), None) for kind in ("dflash", "eagle3")]
+    for mode, ahead in MODES.items():
+        if setup.left() <= 0:
+            tables["not_reached"].append(f"{context}, {mode}")
+            continue
+        where = {"model": setup.name, "mode": mode, "context": context}
+        if ahead is not None:
+            captured = decoder.warmup(ahead)
+            tables["captures"].append(where | captured | {"seconds": round(captured["seconds"], 2)})
+        play(decoder, Script(warm_up), ids[:16], len(warm_up))  # compiles
+        free = play(decoder, Script(script), ids, len(script))
+        phased = free
+        if ahead is None:  # one piece on the device otherwise: its phases cannot be told apart
+            with waiting_clock(setup.device):
+                phased = play(decoder, Script(script), ids, len(script))
+            tables["prefill"].append(where | {"ms": _ms(free.prompt)})
+        _read(setup, where, free, phased, ahead, tables)
+        if all(pair):
+            routed = play(decoder, EntropyRouter(*pair), ids, 2 + MEASURED)
+            ms = statistics.median(routed.ms[2:])
+            tables["routed"].append(where | {"router": "entropy", "arms": routed.arms(), "ms": round(ms, 3)})
+        setup.save(tables)
+        if context == setup.contexts[0]:
+            rows = device_profile(decoder, pair[0] or setup.arms[-1], ids, setup.device)
+            tables["profile"] += [{"mode": mode} | row for row in rows]
+            setup.save(tables)
+
+
+def _read(setup: Setup, where: dict, free: Played, phased: Played, ahead: int | None, tables: dict[str, list]) -> None:
+    """The rows of one script, arm by arm: its first round is the switch, the others are measured."""
     before = setup.arms[-1]
     for i, arm in enumerate(setup.arms):
-        at = len(warm_up) + i * (1 + MEASURED)
-        steady = statistics.median(_total(r) for r in free[at + 1 : at + 1 + MEASURED])
-        tables["rounds"].append(where | _row(setup, arm, context, steady, free[at + 1 :][:MEASURED], waited[at + 1 :][:MEASURED]))
-        first = _total(free[at])
-        switch = {"from": str(before), "to": str(arm), "caught_up": free[at].caught_up, "first_ms": round(first, 3)}
-        cost = {"steady_ms": round(steady, 3), "cost_ms": round(first - steady, 3), "share_of_round": round(first / steady - 1, 3)}
-        tables["switches"].append(where | switch | cost)
+        at = WARM_UP * len(setup.arms) + i * (1 + MEASURED)
+        block = slice(at + 1, at + 1 + MEASURED)
+        steady, first = statistics.median(free.ms[block]), free.ms[at]
+        phases = {p: round(statistics.median(r.ms.get(p, 0.0) for r in phased.rounds[block]), 3) for p in PHASES}
+        tables["rounds"].append(where | _row(setup, arm, where["context"], steady, free.rounds[block]) | {"phases": phases})
+        if not ahead:  # a round ahead, the time of a switch falls to the round before
+            switch = {"from": str(before), "to": str(arm), "caught_up": free.rounds[at].caught_up, "first_ms": round(first, 3)}
+            cost = {"cost_ms": round(first - steady, 3), "share_of_round": round(first / steady - 1, 3)}
+            tables["switches"].append(where | switch | {"steady_ms": round(steady, 3)} | cost)
         before = arm
-    pair = [next((arm for arm in setup.arms if arm.kind == kind), None) for kind in ("dflash", "eagle3")]
-    if all(pair):
-        _, rounds = play(decoder, EntropyRouter(*pair), ids, 2 + MEASURED)
-        ms = statistics.median(map(_total, rounds[2:]))
-        tables["routed"].append(where | {"router": "entropy", "arms": sorted({str(r.arm) for r in rounds}), "ms": round(ms, 3)})
-    if not tables["profile"]:
-        tables["profile"] = device_profile(decoder, pair[0] or setup.arms[-1], ids, setup.device)
 
 
-def _row(setup: Setup, arm: Arm, context: int, ms: float, free: list[Round], waited: list[Round]) -> dict:
-    """ms: of a round left alone; phases: of rounds that wait for the device after each, which sum to more."""
+def _row(setup: Setup, arm: Arm, context: int, ms: float, rounds: list[Round]) -> dict:
     costs = round_costs(setup.model, arm, context, itemsize=setup.dtype.itemsize)
     floors = {phase: _ms(cost.bytes / setup.peaks.bandwidth) for phase, cost in costs.items()}
     floor = sum(floors.values())
     return {
         "arm": str(arm),
-        "rounds": len(free),
+        "rounds": len(rounds),
         "ms": round(ms, 3),
         "floor_ms": round(floor, 4),
         "times_floor": round(ms / floor, 2),
-        "phases": {phase: round(statistics.median(r.ms[phase] for r in waited), 3) for phase in PHASES},
         "floor_phases": floors,
-        "committed": round(statistics.mean(r.committed for r in free), 2),
+        "committed": round(statistics.mean(r.committed for r in rounds), 2),
     }
 
 
-def play(decoder: WhiFlashDecoder, router: Router, ids: list[int], count: int) -> tuple[float, list[Round]]:
-    """(seconds of the prompt, the first `count` rounds after it)."""
+@dataclass(frozen=True)
+class Played:
+    """prompt: seconds until its first token; ms: of each round, from one's tokens to the next one's."""
+
+    prompt: float
+    rounds: list[Round]
+    ms: list[float]
+
+    def arms(self) -> list[str]:
+        return sorted({str(r.arm) for r in self.rounds})
+
+
+def play(decoder: WhiFlashDecoder, router: Router, ids: list[int], count: int) -> Played:
+    """The prompt and the first `count` rounds after it."""
     decoder.use_router(router)
-    rounds: list[Round] = []
-    begin = time.perf_counter()
-    prompt = 0.0
+    played = Played(0.0, [], [])
     pieces = decoder.stream(ids, max_new_tokens=decoder.max_cache_len - len(ids), reuse_prefix=False)
+    last = time.perf_counter()
     for piece in pieces:
+        now = time.perf_counter()
         if piece.round is None:
-            prompt = time.perf_counter() - begin
+            played = Played(now - last, [], [])
         else:
-            rounds.append(piece.round)
-        if len(rounds) == count:
+            played.rounds.append(piece.round)
+            played.ms.append((now - last) * 1e3)
+        last = now
+        if len(played.rounds) == count:
             break
     pieces.close()
-    if len(rounds) < count:
-        raise RuntimeError(f"only {len(rounds)} of {count} rounds fitted {decoder.max_cache_len} rows: raise ROOM")
-    return prompt, rounds
+    if len(played.rounds) < count:
+        raise RuntimeError(f"only {len(played.rounds)} of {count} rounds fitted {decoder.max_cache_len} rows: raise ROOM")
+    return played
 
 
 @contextlib.contextmanager
@@ -180,20 +211,10 @@ def device_profile(
     field = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     events = [event for event in trace.key_averages() if getattr(event, field) > 0]  # launches take no time of the device
     events.sort(key=lambda event: getattr(event, field), reverse=True)
-    rows = [
-        {"name": e.key, "calls": round(e.count / count, 1), "us": round(getattr(e, field) / count, 2)} for e in events[:top]
-    ]  # fmt: skip
-    busy = sum(getattr(e, field) for e in events) / count
-    launches = sum(e.count for e in events) / count
-    return [
-        *rows,
-        {"name": f"all of a round of {arm}", "calls": round(launches, 1), "us": round(busy, 2)},
-        {"name": "the round by the clock", "calls": 1, "us": round(seconds / count * 1e6, 2)},
-    ]
-
-
-def _total(round_: Round) -> float:
-    return sum(round_.ms.values())
+    rows = [(e.key, e.count, getattr(e, field)) for e in events]
+    rows = [*rows[:top], (f"all of a round of {arm}", sum(row[1] for row in rows), sum(row[2] for row in rows))]
+    rows.append(("the round by the clock", count, seconds * 1e6))
+    return [{"name": name, "calls": round(calls / count, 1), "us": round(us / count, 2)} for name, calls, us in rows]
 
 
 def _ms(seconds: float) -> float:

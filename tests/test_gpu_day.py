@@ -188,24 +188,32 @@ def test_a_replay_counts_as_all_its_launches(monkeypatch):
 def test_rounds_on_random_weights():
     saved: list[dict] = []
     arms = tuple(map(parse_arm, ("ar", "dflash:3", "eagle3:2")))
-    left = iter([100.0, 0.0])
+
+    def left() -> float:
+        return 0.0 if saved and len(saved[-1]["rounds"]) == 9 else 100.0  # three arms in three modes
+
     peaks = Peaks(1e9, 1e10)
-    setup = rounds.Setup(
-        "toy", REHEARSAL, torch.device("cpu"), torch.float32, (20, 40), arms, peaks, lambda: next(left), saved.append
-    )
+    setup = rounds.Setup("toy", REHEARSAL, torch.device("cpu"), torch.float32, (20, 40), arms, peaks, left, saved.append)
     tables = rounds.measure(setup)
-    assert [row["arm"] for row in tables["rounds"]] == ["ar", "dflash:3", "eagle3:2"] and tables["not_reached"] == [40]
+    assert [row["arm"] for row in tables["rounds"]] == 3 * ["ar", "dflash:3", "eagle3:2"] and tables["not_reached"] == ["40"]
+    assert [row["mode"] for row in tables["rounds"]] == [mode for mode in rounds.MODES for _ in arms]
     for row in tables["rounds"]:
-        assert set(row["phases"]) == set(PHASES) and row["rounds"] == rounds.MEASURED
+        assert set(row["phases"]) == set(PHASES) and row["rounds"] == rounds.MEASURED and row["committed"] >= 1
         assert row["floor_ms"] == pytest.approx(sum(row["floor_phases"].values()), abs=1e-3)
         assert row["times_floor"] == pytest.approx(row["ms"] / row["floor_ms"], rel=0.01)
-    caught = {row["to"]: row["caught_up"] for row in tables["switches"]}
+    assert [row["mode"] for row in tables["switches"]] == 3 * ["eager"] + 3 * ["graphs"]
+    caught = {row["to"]: row["caught_up"] for row in tables["switches"][:3]}
     assert caught["ar"] == 0 and caught["dflash:3"] > rounds.MEASURED and caught["eagle3:2"] > rounds.MEASURED
-    assert tables["routed"][0]["arms"] in (["dflash:3"], ["eagle3:2"], ["dflash:3", "eagle3:2"])
+    assert all(row["arms"] in (["dflash:3"], ["eagle3:2"], ["dflash:3", "eagle3:2"]) for row in tables["routed"])
+    assert [row["graphs"] for row in tables["captures"]] == [0, 0]  # a CPU runs the same rounds without
     assert tables["profile"][-2]["us"] > 0 and saved and saved[-1] is tables
     record = {"name": "rounds-4b", "status": "ok", "seconds": 1.0, "box": 2.0, "data": tables}
     report = day_report.markdown({"rehearsal": False, "started": "now", "minutes": 9, "steps": [record]})
-    assert report.count("| eager | 20 |") == 3 + 3 + 1 + 1 and "contexts [40]" in report
+    assert (
+        report.count("| eager | 20 |") == 3 + 3 + 1 + 1
+        and report.count("| graphs | 20 |") == 3 + 3 + 1 + 1
+        and "in time: context 40." in report
+    )
 
 
 def test_kernel_rows_in_the_report():
