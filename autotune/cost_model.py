@@ -58,7 +58,7 @@ def resident(report: CompileReport, num_warps: int) -> int:
 def verdict(report: CompileReport, num_warps: int) -> str:
     """Why a compiled kernel is not worth timing, or "" where it is."""
     if report.spills or report.stack:
-        return f"spills {report.spills} bytes, stack {report.stack}"
+        return f"local memory: {report.stack} bytes of stack, {report.spills} of spills"
     if report.shared > SHARED_LIMIT[report.arch]:
         return f"shared memory {report.shared} of {SHARED_LIMIT[report.arch]} bytes"
     warps = resident(report, num_warps) * num_warps

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as OutOfTime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,7 +146,7 @@ class Compiler:
         return waiting
 
     def rows(self, configs: list[dict[str, Any]], waiting: list[list[tuple]], deadline: float = math.inf) -> list[Row]:
-        """The reports, once they are there. Raises TimeoutError at the deadline (time.monotonic)."""
+        """The reports, once they are there. Raises OutOfTime at the deadline (time.monotonic)."""
         from whiflash_triton.autotune.cost_model import verdict
 
         rows = []
@@ -268,11 +269,12 @@ def _tune(args: argparse.Namespace, kernels: list[str]) -> int:
         raise RuntimeError(f"sm_{arch}: tuning knows sm_{', sm_'.join(map(str, MACHINES))}")
     deadline = time.monotonic() + args.minutes * 60
     versions = {"cuda": torch.version.cuda, "torch": torch.__version__, "triton": triton.__version__}
-    folder = lookup.CONFIGS / lookup.device_name(torch.cuda.current_device())
+    device = lookup.device_name(torch.cuda.current_device())
+    folder = lookup.CONFIGS / device
     paths = {kernel: folder / f"{kernel}.json" for kernel in kernels}
     contents = {kernel: load(path, arch, versions, args.force) for kernel, path in paths.items()}
     todo = [bucket for bucket in find_buckets(kernels) if bucket.text not in contents[bucket.kernel]["entries"]]
-    print(f"{lookup.device_name(0)}: {len(todo)} buckets to measure", flush=True)
+    print(f"{device}: {len(todo)} buckets to measure", flush=True)
     done = 0
     with Compiler(args.jobs) as compiler:
         plans = []
@@ -288,7 +290,7 @@ def _tune(args: argparse.Namespace, kernels: list[str]) -> int:
                 contents[bucket.kernel]["measured"][bucket.text] = measured
                 write(paths[bucket.kernel], contents[bucket.kernel])
                 done += 1
-        except TimeoutError:
+        except OutOfTime:
             print(f"{args.minutes:g} minutes are over: the next run goes on with {bucket.kernel} {bucket.text}")
     lookup.forget()
     print(f"{done} of {len(todo)} buckets measured, in {folder}")
@@ -298,31 +300,39 @@ def _tune(args: argparse.Namespace, kernels: list[str]) -> int:
 def _fastest(bucket: Bucket, rows: list[Row], deadline: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration with the smallest geometric mean over the bucket's cases, and what a file says of the measurement.
 
-    The first row is the default, the yardstick. Raises TimeoutError at the deadline.
+    The first row is the default, the yardstick. Raises OutOfTime at the deadline.
     """
+    from triton.runtime.errors import OutOfResources
+
     from whiflash_triton.autotune.measure import input_sets, microseconds
 
     sets = {case.name: input_sets(case, rows[0].config) for case in bucket.cases}
 
     def times(config: dict[str, Any], replays: int) -> dict[str, float]:
         if time.monotonic() > deadline:
-            raise TimeoutError
+            raise OutOfTime
         return {name: round(microseconds(calls, config, replays), 2) for name, calls in sets.items()}
 
     def mean(index: int) -> float:
         return math.prod(found[index].values()) ** (1 / len(sets))
 
-    kept = [index for index, row in enumerate(rows) if not row.refused]
-    found = {index: times(rows[index].config, 5) for index in kept}
+    found = {}
+    for index, row in enumerate(rows):
+        if not row.refused:
+            try:
+                found[index] = times(row.config, 5)
+            except OutOfResources:  # of what no compile report counts, such as tensor memory
+                continue
+    if not found:
+        raise RuntimeError(f"{bucket.kernel} {bucket.text}: no configuration runs on this device")
+    timed = len(found)
     shortlist = sorted(found, key=mean)[:SHORTLIST] + [0] * (0 in found)
     found = {index: times(rows[index].config, 25) for index in dict.fromkeys(shortlist)}
-    best = min(found, key=mean)
-    default = found.get(0)
-    measured = {"microseconds": found[best], "default_microseconds": default, "timed": len(kept), "pruned": len(rows) - len(kept)}
-    yardstick = f", default {mean(0):.2f} us" if default else ", the default is refused"
+    best, default = min(found, key=mean), found.get(0)
+    measured = {"microseconds": found[best], "default_microseconds": default, "timed": timed, "pruned": len(rows) - timed}
+    yardstick = f"default {mean(0):.2f} us" if default else "the default does not run"
     print(
-        f"{bucket.kernel} {bucket.text}: {mean(best):.2f} us with {show(rows[best].config)}{yardstick}; {len(kept)} timed",
-        flush=True,
+        f"{bucket.kernel} {bucket.text}: {mean(best):.2f} us with {show(rows[best].config)}; {yardstick}; {timed} timed", flush=True
     )
     return rows[best].config, measured
 

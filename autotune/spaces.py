@@ -147,7 +147,7 @@ def _kv_injection(case: Case, config: dict[str, Any], warps: int, rows: int) -> 
     moved = rows * m.draft_layers * 2 * m.kv_heads * m.head_dim * item
     return Work(
         programs=tiles * rows,
-        traffic=2 * moved,
+        traffic=2 * moved + 8 * rows * m.head_dim,  # the tables of the rotation are fp32
         in_flight=config["BLOCK_R"] * m.head_dim * item,
         flops=0,
         steps=2,  # start, rows
