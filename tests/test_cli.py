@@ -60,14 +60,14 @@ def test_info(tiny, capsys):
     assert target["packed_bytes"] == (matrices if torch.backends.mkldnn.is_available() else 0)
     assert target["cache_bytes"] == 4 * 4 * 2 * 2 * rows * 16
     assert drafters["dflash"]["taps"] == drafters["eagle3"]["taps"] == [1, 2, 3]
-    assert drafters["dflash"]["draft_length"] == {"default": 2, "max": 5}
+    assert drafters["dflash"]["draft_length"] == {"default": 3, "max": 5}
     assert 0 < drafters["eagle3"]["weight_bytes"] < target["weight_bytes"]
-    assert report["router"] == {"kind": "EntropyRouter", "arms": ["dflash:2", "eagle3:2"], "threshold": 0.05}
+    assert report["router"] == {"kind": "EntropyRouter", "arms": ["dflash:3", "eagle3:2"], "threshold": 0.05}
     assert report["machine"]["versions"]["torch"] == torch.__version__
     assert set(report["seconds"]) == {"import", "load"}
     assert main(["info", *tiny.options, "--router", "static:ar"]) == 0
     text = capsys.readouterr().out
-    assert "dflash: taps 1 2 3, draft_length default 2/max 5" in text and "router: kind StaticRouter, arms ar" in text
+    assert "dflash: taps 1 2 3, draft_length default 3/max 5" in text and "router: kind StaticRouter, arms ar" in text
     assert main(["info", "--target", "none"]) == 0
     assert "target" not in capsys.readouterr().out
 
@@ -77,16 +77,16 @@ def test_demo_texts_are_identical(tiny, capsys):
     assert main(command) == 0
     report = json.loads(capsys.readouterr().out)
     routed = "router (throughput)"
-    assert [row["side"] for row in report["rows"]] == ["transformers", "ar", "dflash:2", "eagle3:2", routed]
+    assert [row["side"] for row in report["rows"]] == ["transformers", "ar", "dflash:3", "eagle3:2", routed]
     assert report["exact_dtype"] and report["differences"] == []
-    assert set(report["divergence"]) == {"transformers", "dflash:2", "eagle3:2", routed}
+    assert set(report["divergence"]) == {"transformers", "dflash:3", "eagle3:2", routed}
     for row in report["rows"]:
         assert row["tokens"] == 16 * len(demo.PROMPTS) == sum(row["tokens_by_prompt"])
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / sum(row["seconds_by_prompt"]))
         assert row["tau"] >= 1
     shares = {row["side"]: row["share_of_rounds"] for row in report["rows"]}
     assert shares["ar"] == {"ar": 1} and shares["transformers"] == {}
-    assert shares["dflash:2"]["dflash:2"] > 0.8 and set(shares["dflash:2"]) <= {"dflash:2", "ar"}  # no room to draft: ar
+    assert shares["dflash:3"]["dflash:3"] > 0.8 and set(shares["dflash:3"]) <= {"dflash:3", "ar"}  # no room to draft: ar
     assert sum(shares[routed].values()) == pytest.approx(1)
     assert {arm.partition(":")[0] for arm in shares[routed]} <= {"ar", "lookup", "dflash", "eagle3", "eagle3-tree", "mixed"}
 
@@ -111,7 +111,7 @@ def test_demo_prints_text_table_and_progress(tiny, capsys, tmp_path):
     assert "\033" not in out and "the target's own" in out
     assert "All texts are identical" in out and "2 prompts of 6 tokens" in out
     table = out[out.index("tau") :].splitlines()
-    assert [line.split("  ")[0] for line in table[1:5]] == ["plain", "dflash:2", "eagle3:2", "router (throughput)"]
+    assert [line.split("  ")[0] for line in table[1:5]] == ["plain", "dflash:3", "eagle3:2", "router (throughput)"]
     order = [line.rpartition(": ")[2] for line in err.splitlines() if line.startswith("prompt")]
     assert order == order[:4] + order[:4][::-1]
 

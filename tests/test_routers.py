@@ -20,7 +20,7 @@ from whiflash_triton.routers.entropy import EntropyRouter
 from whiflash_triton.routers.neural import NeuralRouter
 from whiflash_triton.routers.static import StaticRouter
 
-DF, E3 = Arm("dflash", 2), Arm("eagle3", 2)
+DF, E3 = Arm("dflash", 3), Arm("eagle3", 2)
 CPU = torch.device("cpu")
 H, M = 48, 20
 
@@ -156,16 +156,15 @@ def test_specs(target, drafters, tmp_path, weights):
 
 def test_default_lengths_fit_the_drafter(target, drafters):
     trees = ("ddtree", "eagle3-tree", "mixed")
-    assert default_lengths(drafters, CPU, torch.bfloat16) == {"lookup": 8, "dflash": 3, "eagle3": 2} | dict.fromkeys(trees, 8)
-    assert default_lengths(drafters, CPU, torch.float32) == {"lookup": 7, "dflash": 2, "eagle3": 2} | dict.fromkeys(trees, 7)
+    assert default_lengths(drafters, CPU) == {"lookup": 7, "dflash": 3, "eagle3": 2} | dict.fromkeys(trees, 7)
     cuda = {"lookup": 16, "dflash": 5, "eagle3": 7, "ddtree": 64, "eagle3-tree": 32, "mixed": 64}
-    assert default_lengths(drafters, torch.device("cuda"), torch.bfloat16) == cuda
-    for lengths in (default_lengths(drafters, CPU, torch.float32), cuda):
+    assert default_lengths(drafters, torch.device("cuda")) == cuda
+    for lengths in (default_lengths(drafters, CPU), cuda):
         for kind, size in lengths.items():
             check_arm(drafters, Arm(kind, size))
-    assert default_lengths({"eagle3": drafters["eagle3"]}, CPU, torch.float32) == {"lookup": 7, "eagle3": 2, "eagle3-tree": 7}
+    assert default_lengths({"eagle3": drafters["eagle3"]}, CPU) == {"lookup": 7, "eagle3": 2, "eagle3-tree": 7}
     short = {"dflash": SimpleNamespace(max_draft=1), "eagle3": SimpleNamespace(max_draft=1)}
-    assert default_lengths(short, CPU, torch.float32) == {"lookup": 7, "dflash": 1, "eagle3": 1} | dict.fromkeys(trees, 7)
+    assert default_lengths(short, CPU) == {"lookup": 7, "dflash": 1, "eagle3": 1} | dict.fromkeys(trees, 7)
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def settings_of(
         "drafters": {kind: {"path": str(path), "sha256": fingerprint(path)} for kind, path in paths.items()},
         "router_files": {str(path): fingerprint(path) for path in router_files},
         "sides": sides,
-        "default_lengths": default_lengths(decoder.drafters, target.device, target.dtype),
+        "default_lengths": default_lengths(decoder.drafters, target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "threads": torch.get_num_threads(),

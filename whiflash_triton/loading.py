@@ -27,10 +27,8 @@ from .weights import resolve_folder
 
 log = logging.getLogger(__name__)
 ASSETS = Path(__file__).parent / "assets"
-# On a CPU verifying more rows costs more than the later slots bring; in float32 a fourth row alone costs half as much as the first,
-# and eight rows as much as four, which is what trees are for.
-CPU_LENGTHS = {"lookup": 8, "dflash": 3, "eagle3": 2, "ddtree": 8, "eagle3-tree": 8, "mixed": 8}
-CPU_FLOAT32_LENGTHS = {"lookup": 7, "dflash": 2, "eagle3": 2, "ddtree": 7, "eagle3-tree": 7, "mixed": 7}
+# On a CPU verifying more rows soon costs more than the later slots bring; the packed products (layers.py) are laid out for eight.
+CPU_LENGTHS = {"lookup": 7, "dflash": 3, "eagle3": 2, "ddtree": 7, "eagle3-tree": 7, "mixed": 7}
 MEASURED_ROWS = 640  # cache rows of the cost measurement: contexts up to 512
 CUDA_LENGTHS = {"lookup": 16, "eagle3": 7, "ddtree": 64, "eagle3-tree": 32, "mixed": 64}
 
@@ -98,11 +96,10 @@ def _calibration(kind: str, folder: Path) -> Calibration | None:
     return read_calibration(file).get(kind) if folder.is_dir() and file.is_file() else None
 
 
-def default_lengths(drafters: dict[str, Drafter], device: torch.device, dtype: torch.dtype) -> dict[str, int]:
+def default_lengths(drafters: dict[str, Drafter], device: torch.device) -> dict[str, int]:
     """Size of every arm these drafters can draft, where it names none: few nodes on a CPU, the checkpoint's own block elsewhere."""
-    if device.type == "cpu":
-        lengths = CPU_FLOAT32_LENGTHS if dtype in (torch.float32, torch.float64) else CPU_LENGTHS
-    else:
+    lengths = CPU_LENGTHS
+    if device.type != "cpu":
         lengths = CUDA_LENGTHS | {kind: d.max_draft for kind, d in drafters.items() if kind == "dflash"}
     able = {kind: n for kind, n in lengths.items() if set(Arm(kind).needs) <= set(drafters)}
     return {kind: min(n, drafters[kind].max_draft) if kind in drafters else n for kind, n in able.items()}
@@ -123,7 +120,7 @@ def build_router(spec, drafters: dict[str, Drafter], target: Target, threshold: 
         if not hasattr(spec, "choose") or not hasattr(spec, "arms"):
             raise TypeError(f"a router needs `arms` and `choose(state)`; got {type(spec).__name__}")
         return spec
-    lengths = default_lengths(drafters, target.device, target.dtype)
+    lengths = default_lengths(drafters, target.device)
     text = str(spec)
     if text == "auto":
         kinds = list(drafters)

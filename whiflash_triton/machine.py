@@ -75,7 +75,7 @@ def describe_decoder(decoder) -> dict:
     """Target, drafters (taps are hidden_states indices), router, and memory in bytes. A drafter's weights exclude shared ones."""
     from .loading import default_lengths
 
-    c, lengths = decoder.target.config, default_lengths(decoder.drafters, decoder.target.device, decoder.target.dtype)
+    c, lengths = decoder.target.config, default_lengths(decoder.drafters, decoder.target.device)
     shared = tensor_bytes(decoder.target)
     drafters = {
         name: {

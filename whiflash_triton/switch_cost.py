@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     if any(rate != OWN and not 0 <= rate <= 1 for rate in rates):
         raise ValueError(f"--rates {args.rates}: numbers from 0 to 1, or {OWN}, separated by commas")
     decoder = load_decoder(args)
-    lengths = default_lengths(decoder.drafters, decoder.target.device, decoder.target.dtype)
+    lengths = default_lengths(decoder.drafters, decoder.target.device)
     pair = tuple(parse_arm(text, lengths) for text in args.arms.split(","))
     if len(pair) != 2 or any(len(arm.needs) != 1 for arm in pair) or pair[0].needs == pair[1].needs:
         raise ValueError(f"--arms {args.arms}: name two arms of one drafter each, as in dflash:3,eagle3:2")

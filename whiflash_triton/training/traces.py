@@ -218,7 +218,7 @@ def run(args) -> int:
     paths = {kind: None if getattr(args, kind) == "none" else getattr(args, kind) for kind in ("dflash", "eagle3")}
     decoder = WhiFlashDecoder.from_pretrained(args.target, **paths, device=args.device, dtype=args.dtype)
     drafters, target = decoder.drafters, decoder.target
-    lengths = default_lengths(drafters, target.device, target.dtype)
+    lengths = default_lengths(drafters, target.device)
     longest = {kind: min(LONGEST, d.max_draft) for kind, d in drafters.items()} | {"lookup": lengths["lookup"]}
     arms = [parse_arm(text, longest) for text in (args.arms.split(",") if args.arms else longest)]
     for arm in arms:
