@@ -198,7 +198,8 @@ class Stream:
             times[phase], begin = (now - begin) * 1e3, now
 
         self.state.pending = {name: d.pending for name, d in self.drafters.items()}
-        arm = self._choose() if max_draft >= 1 else Arm("ar")
+        arm = self._choose()
+        arm = arm if max_draft >= 1 else Arm("ar")  # no draft fits
         self._own()  # a router may have run a generation of its own
         self.work.rows = None
         lap("route")
