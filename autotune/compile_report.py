@@ -15,7 +15,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes one pr
 
 
 class KernelTooLarge(RuntimeError):
-    """A compiled kernel spills registers to local memory, or needs more shared memory than the architecture has."""
+    """A compiled kernel uses local memory, as where registers spill, or needs more shared memory than the architecture has."""
 
 
 class CompileReport(NamedTuple):
@@ -43,17 +43,18 @@ def compile_kernel(
     ``signature`` maps every argument that is no constexpr to its type (``"*fp16"``, ``"i32"``, ``"fp32"``);
     ``constexprs`` maps the others to their value, ``None`` for a pointer that is not passed. Pointers are taken as
     16-byte aligned, and integers written ``"i32:16"`` or ``"i64:16"`` as multiples of 16, as the launcher would.
-    With ``strict``, raises ``KernelTooLarge`` on register spills or on shared memory over the architecture's limit.
+    With ``strict``, raises ``KernelTooLarge`` on a stack frame, which lies in local memory and is where registers spill to, or
+    on shared memory over the architecture's limit.
     """
     kernel = compile_binary(fn, signature, constexprs, arch, num_warps, num_stages)
     registers, stack = _resource_usage(kernel.asm["cubin"])
     spills = _spill_bytes(kernel.asm["ptx"], arch) if stack else 0  # spills live in the stack frame: no frame, no spill
     report = CompileReport(arch, registers, stack, spills, kernel.metadata.shared)
-    if strict and (spills or report.shared > SHARED_LIMIT[arch]):
+    if strict and (stack or report.shared > SHARED_LIMIT[arch]):
         options = {"num_warps": num_warps, "num_stages": num_stages}
         raise KernelTooLarge(
-            f"{fn.__name__} for sm_{arch} with {constexprs}, {options}: {spills} bytes of register spills, "
-            f"{report.shared} bytes of shared memory (limit {SHARED_LIMIT[arch]}); use smaller blocks or more warps"
+            f"{fn.__name__} for sm_{arch} with {constexprs}, {options}: {stack} bytes of stack and {spills} of "
+            f"register spills, {report.shared} of shared memory (limit {SHARED_LIMIT[arch]}); use smaller blocks or more warps"
         )
     return report
 
