@@ -79,14 +79,33 @@ def test_matches_are_the_longest_repeated_suffixes(text, found):
         assert match == max(ends, default=0)
 
 
-def test_text_that_is_not_greedy_ends_the_trace(decoder, text, found):
+def test_places_are_where_the_text_is_the_targets_own(decoder, text, found):
+    """Words changed within it: places near them go, those before stay as they were, those after count if the target wrote on so."""
+    from transformers import AutoModelForCausalLM
+
     tokens, prompt = list(text[0]), text[1]
-    wrong = prompt + 20
+    wrong = prompt + 16
     tokens[wrong] = (tokens[wrong] + 1) % 50 + 4
-    cut = trace(decoder, tokens, prompt, ARMS, 3)
-    assert cut.tokens.tolist() == tokens[:wrong] and cut.place.tolist() == list(range(prompt, wrong - 8, 3))
-    rows = len(cut.place)
-    assert torch.equal(cut.accepted, found.accepted[:rows]) and torch.equal(cut.match, found.match[:rows])
+    after = torch.tensor([tokens[: wrong + 1]])
+    model = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)
+    with torch.no_grad():
+        more = model.generate(after, attention_mask=torch.ones_like(after), do_sample=False, max_new_tokens=30, eos_token_id=-1)
+        tokens = more[0].tolist()
+        choices = [-1, *model(torch.tensor([tokens])).logits[0].argmax(-1).tolist()]
+    cut = trace(decoder, tokens, prompt, ARMS, 1)
+    expected = [p for p in range(prompt, len(tokens) - 8) if all(tokens[i] == choices[i] for i in range(p, p + 9))]
+    assert (
+        cut.place.tolist() == expected
+        and {wrong - 9, wrong + 1} <= set(expected)
+        and not set(range(wrong - 8, wrong + 1)) & set(expected)
+    )
+    every_third = trace(decoder, tokens, prompt, ARMS, 3).place.tolist()
+    assert every_third == [
+        min(p for p in expected if (p - prompt) // 3 == n) for n in sorted({(p - prompt) // 3 for p in expected})
+    ]
+    early = [i for i, p in enumerate(found.place.tolist()) if p <= wrong - 9]
+    rows = [expected.index(int(found.place[i])) for i in early]
+    assert torch.equal(cut.accepted[rows], found.accepted[early]) and torch.equal(cut.match[rows], found.match[early])
     assert trace(decoder, tokens[: prompt + 8], prompt, ARMS, 3) is None
 
 

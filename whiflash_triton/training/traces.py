@@ -60,9 +60,22 @@ def deepest(arm: Arm, drafters: dict) -> int:
     return arm.depth or (drafters["dflash"].max_draft if arm.kind in ("ddtree", "mixed") else arm.size)
 
 
+def told(agrees: list[bool], reach: int) -> list[int]:
+    """Places where the text is the target's own choice from the anchor to one token past the longest draft.
+
+    agrees: one a token, whether it is what the target chose there.
+    """
+    run, places = 0, []
+    for place in reversed(range(len(agrees))):
+        run = run + 1 if agrees[place] else 0
+        if run >= reach + 2:
+            places.append(place)
+    return places[::-1]
+
+
 @torch.inference_mode()
 def trace(decoder: WhiFlashDecoder, text: list[int], prompt: int, arms: list[Arm], stride: int, domain: str = "") -> Trace | None:
-    """Every stride-th place of text[prompt:], as far as it is the target's greedy text and tells of every arm's longest draft.
+    """The places of text[prompt:] where it tells of every arm's longest draft (`told`), of every `stride` the first.
 
     None where there is no such place. Leaves the drafters' caches empty: no stream of this decoder may be open.
     """
@@ -73,15 +86,14 @@ def trace(decoder: WhiFlashDecoder, text: list[int], prompt: int, arms: list[Arm
     work.rows = None
     _, parts = target.prefill(ids, cache, taps)
     features = torch.cat(parts, 2)
-    hidden = features[taps.index(final), 0, prompt - 1 :]
+    hidden = features[taps.index(final), 0, prompt - 1 : -1]
     samples = [ops.block_sampling(target.logits(part)) for part in hidden.split(128)]
     choices, entropy = (torch.cat([getattr(s, name) for s in samples]) for name in ("token", "entropy"))
-    agreed = prompt + int((choices[:-1] == ids[0, prompt:]).long().cumprod(0).sum())
-    text, ids = text[:agreed], ids[:, :agreed]
-    reach = max(max(deepest(arm, drafters) for arm in arms), 1)
-    places = list(range(prompt, len(text) - reach - 1, stride))
-    if not places:
+    at = told((choices == ids[0, prompt:]).tolist(), max(deepest(arm, drafters) for arm in arms))
+    at = [i for i, before in zip(at, [-1, *at], strict=False) if i // stride != before // stride]
+    if not at:
         return None
+    places = [prompt + i for i in at]
     rows = {name: [taps.index(t) for t in d.taps] for name, d in drafters.items()}
     sync = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
     for drafter in drafters.values():
@@ -107,7 +119,6 @@ def trace(decoder: WhiFlashDecoder, text: list[int], prompt: int, arms: list[Arm
         drafted.append([tree.size - 1 for tree in trees])
         accepted.append([_accepted(tree, ids[0, place + 1 :]) for tree in trees])
         ms.append(took)
-    at = [place - prompt for place in places]
     return Trace(
         torch.tensor(places), hidden[at].cpu(), entropy[at].float().cpu(), torch.tensor(match), torch.tensor(drafted),
         torch.tensor(accepted), recent_acceptance(places, accepted), torch.tensor(ms), torch.tensor(text), domain,
