@@ -74,12 +74,13 @@ def compile_binary(
     if missing or unknown:
         raise TypeError(f"{fn.__name__}: no type for {sorted(missing)}, unknown arguments {sorted(unknown)}")
     types, attrs = {}, {}
+    lists_constants = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
     for index, name in enumerate(fn.arg_names):
         kind, _, aligned = ("constexpr" if name in constexprs else signature[name]).partition(":")
         types[name] = kind
         if kind.startswith("*") or aligned:
             attrs[(index,)] = [["tt.divisibility", 16]]
-        elif kind == "constexpr" or (kind[0] == "i" and not fn.params[index].do_not_specialize):
+        elif lists_constants if kind == "constexpr" else kind[0] == "i" and not fn.params[index].do_not_specialize:
             attrs[(index,)] = []  # as a launch has it: then Triton's cache serves the launch too
     source = ASTSource(fn, types, {(fn.arg_names.index(name),): value for name, value in constexprs.items()}, attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages}
