@@ -1,6 +1,7 @@
 """Test lanes: plain ``pytest`` runs the reference lane here and starts the other two in processes (test_lanes.py).
 
 ``pytest -m interpreter`` or ``pytest -m compile`` runs one lane in this process, ``pytest -m slow`` the full products.
+Every launch of an interpreted kernel runs between guard bands (guard_bands.py).
 """
 
 import os
