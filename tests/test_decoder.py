@@ -371,7 +371,7 @@ def test_without_drafters(parts):
 
 
 def test_one_drafter_is_static_by_default(parts):
-    for kind, arm in (("dflash", "dflash:2"), ("eagle3", "eagle3:2")):
+    for kind, arm in (("dflash", "dflash:3"), ("eagle3", "eagle3:2")):
         decoder = load(parts, **({"dflash": None, "eagle3": None, "router": "auto"} | {kind: parts.root / kind}))
         assert [str(a) for a in decoder.router.arms] == [arm]
         assert arm in {str(r.arm) for r in decoder.generate([5, 6], max_new_tokens=12).rounds}
